@@ -277,7 +277,7 @@ def _add_serve(sub: Parser) -> None:
     add(sub, "--adapter", filled, adapters, action="append", metavar="NAME=FOLDER")
     add_switch(sub, "--jetstream", "JetStream's gRPC service of a MODEL instead")
     sub.epilog = (
-        "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
+        "Routes: GET /v1/models, /health, /metrics; POST /v1/completions, /v1/chat/completions, "
         "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
         "Options that matter: serve.max_model_len, serve.max_waiting, serve.grace_s, "
         "rollout.max_num_seqs (requests at once), rollout.dtype, rollout.tensor_model_parallel_size. "

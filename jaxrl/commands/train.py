@@ -19,7 +19,7 @@ from jaxrl.config import Config, differences
 from jaxrl.config.algorithm import uncorrected
 from jaxrl.config.domains import domains
 from jaxrl.config.options import total_steps
-from jaxrl.data.problems import Problem, asked_messages
+from jaxrl.data.problems import Problem
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse_sources, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.mechanisms import batch_rule, enabled, refuse_devices
@@ -79,7 +79,6 @@ def _start(start: Training) -> RunOutcome:
     prompts, validation = _prompts(start, problems, held_out, environments)
     profile = host.checked_profile() if any(each.reads_profile(config) for each in enabled(config)) else None
     start.said += filter(None, [*(each.note(config) for each in enabled(config)), uncorrected(config)])
-    start.said += filter(None, [prompts.repeats()])
     layout_sizes(config, start.model, rollout_devices, memory.reported)  # refuses pools that are too small
     trained = with_planned_update(config, start.model, training_devices, memory)
     start.find_checkpoints(needs_ref=config.needs_ref, needs_critic=config.has_critic)
@@ -178,8 +177,6 @@ def _prompts(
         refuse_context(config, problems)
     prompts = PromptSource(problems, start.tokenizer, config, environments)
     validation = validation_prompts(config, start.tokenizer, held_out, environments)
-    if environments is not None:
-        start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
     if start.earlier is not None:
         start.refuse_other_data(prompts)

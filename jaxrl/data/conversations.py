@@ -50,14 +50,6 @@ Turns = Literal["all", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class LearningSpan:
-    """Consecutive tokens of a conversation; `is_said`: they are learnt, a turn's together with its end."""
-
-    token_ids: list[int]
-    is_said: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Example:
     """A context and what follows it."""
 
@@ -90,11 +82,11 @@ class ConversationTokens:
         """The conversation as a context and what follows it. With `train_on` `last` all turns but the last are part of
         the prompt. Raises RefusedMessages if the chat template refuses these messages."""
         spans = list(self._spans(context, said, tools))
-        if not any(span.is_said for span in spans):
+        if not any(is_said for _, is_said in spans):
             raise RefusedMessages("the data masks every turn of the assistant, so there is nothing to learn")
-        first = max(i for i, span in enumerate(spans) if span.is_said) if train_on == "last" else 1
+        first = max(i for i, (_, is_said) in enumerate(spans) if is_said) if train_on == "last" else 1
         before, after = spans[:first], spans[first:]
-        return _example([i for span in before for i in span.token_ids], after)
+        return _example([i for ids, _ in before for i in ids], after)
 
     def plain(self, prompt: str, completion: str) -> Example:
         """Two texts without a template; the end of the text is learnt as well."""
@@ -102,13 +94,14 @@ class ConversationTokens:
         said = [*self._tokenizer.encode(completion), *self._tokenizer.eos_token_ids[:1]]
         if not self._tokenizer.eos_token_ids:
             self.notes[f"the tokenizer names no eos_token: {_NEVER_STOPS}"] = None
-        return _example(ids, [LearningSpan(said, is_said=True)])
+        return _example(ids, [(said, True)])
 
-    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[LearningSpan]:
+    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[tuple[list[int], bool]]:
+        """Consecutive tokens, and whether they are learnt, a turn's together with its end."""
         messages, asked = (*context, *said), len(context)
         between = self._between(json.dumps(tools) if tools else "")
         whole = self._tokenizer.encode(self._rendered(context, tools, begins=True))
-        yield LearningSpan([*whole], is_said=False)
+        yield [*whole], False
         while asked < len(messages):
             is_learnt = messages[asked].get("weight") != 0
             turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
@@ -120,9 +113,9 @@ class ConversationTokens:
                     turn[-1] = answer.pop(0)
                 else:
                     answer = [*between.answer(answers, turn)]
-            yield LearningSpan(turn, is_learnt)
+            yield turn, is_learnt
             if answer:
-                yield LearningSpan(answer, is_said=False)
+                yield answer, False
             whole += [*turn, *answer]
         at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False)) if len(said) > 1 else whole
         if not self._text(at_once).startswith(self._text(whole)):
@@ -174,9 +167,9 @@ class ConversationTokens:
         return Between(self._tokenizer, variables | ({TOOLS: json.loads(tools)} if tools else {}))
 
 
-def _example(prompt: Sequence[int], spans: Sequence[LearningSpan]) -> Example:
-    response = np.concatenate([np.asarray(span.token_ids, np.int32) for span in spans])
-    is_said = np.concatenate([np.full(len(span.token_ids), span.is_said) for span in spans])
+def _example(prompt: Sequence[int], spans: Sequence[tuple[list[int], bool]]) -> Example:
+    response = np.concatenate([np.asarray(ids, np.int32) for ids, _ in spans])
+    is_said = np.concatenate([np.full(len(ids), is_said) for ids, is_said in spans])
     return Example(np.asarray(prompt, np.int32), response, is_said)
 
 

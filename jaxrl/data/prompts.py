@@ -141,22 +141,12 @@ class PromptSource:
             self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources)
         self._seed = data.seed if data.shuffle else None
         self.position = 0  # prompts returned so far, over all epochs
-        self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
         first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
         self._fingerprints = {
             "data": self._rendered.fingerprint,
             "order": hashlib.sha256(json.dumps(first).encode()).hexdigest()[:16],
         }
-
-    def repeats(self) -> str:
-        """A note if a batch contains some prompts more than once, else empty."""
-        if self._batch_size <= self.num_prompts:
-            return ""
-        return (
-            f"data.train_batch_size ({self._batch_size}) is more than the {self.num_prompts} prompts that there are: a "
-            "batch has some of them more than once"
-        )
 
     def _place(self, position: int) -> tuple[int, int]:
         if self._quotas is None:

@@ -26,11 +26,8 @@ def read_responses(
     """The place, the prompt and the sample of each row of a file. Nothing is tokenised: a prompt has no tokens, and a
     sample as many zeros as its column of lengths says. Raises ValueError with the file, the line and the rule.
 
-    Args:
-      needs_answer: whether the scorer of a source compares with a reference answer. A `data.answer_key` that is not the
-        default is always required: it was given because there is such a column.
-      needs_length: whether the reward depends on the response's length in tokens.
-    """
+    `needs_answer`: whether the scorer of a source compares with a reference answer. A `data.answer_key` that is not the
+    default is always required: it was given because there is such a column."""
     for index, (where, row) in enumerate(rows(path)):
         response = column(row, COLUMN, "of the response", where)
         if not isinstance(response, str):

@@ -46,9 +46,7 @@ class FunctionTools:
     def __init__(self, module: ModuleType, text: str) -> None:
         self._functions = public_functions(module, text)
         if not self._functions:
-            made = [name for name in re.findall(r"^class (\w+)", text, re.MULTILINE) if not name.startswith("_")]
-            advice = f"; for its class {made[0]}: environment.kind=class, environment.name={made[0]}" if made else ""
-            raise ValueError(f"{module.__name__} must define a function without _ before its name, as a tool{advice}")
+            raise ValueError(f"{module.__name__} must define a function without _ before its name, as a tool")
         self.schemas = [tool_schema(function, name) for name, function in self._functions.items()]
         self.has_hung = False
 

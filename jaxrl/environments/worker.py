@@ -34,56 +34,10 @@ STARTED = "/started"
 EnvironmentKind = Literal["tools", "class", "native", "openai", "verifiers"]
 
 
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """A turn to answer."""
-
-    row: Mapping[str, Any]  # of the data; its column `tools` names those that the model may call
-    state: bytes | None  # of the environment; None: the episode begins
-    text: str  # what the model said, without special tokens
-    timeout_s: float  # of its calls
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaRequest:
-    """Asks what the model may call. `name`: the class, where there are several."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemRequest:
-    """Asks for rows of the environment's own, from one number to another."""
-
-    first: int
-    last: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class AgentRequest:
-    """A program to run for one trajectory. `base_url` and `api_key` are the policy's, as clients of OpenAI's API take
-    them; the row has `messages`."""
-
-    row: Mapping[str, Any]
-    base_url: str
-    api_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """Trajectories of one prompt to compare."""
-
-    row: Mapping[str, Any]
-    trajectories: tuple[Trajectory, ...]
-
-
-EpisodeRequest = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest | GroupRequest
-
-
 @dataclass(slots=True)
 class EpisodeScorer:
-    """Answers requests with (reward, info); implements `jaxrl.rewards.scorers.Scorer`. Fields as in `environment`."""
+    """Answers requests with (reward, info); implements `jaxrl.rewards.scorers.Scorer`. A request is the name of a
+    method and its arguments. Fields as in `environment`."""
 
     kind: EnvironmentKind
     file: UserFile  # the one that `environment.path` names, or the driver of verifiers
@@ -91,8 +45,6 @@ class EpisodeScorer:
     args: Mapping[str, Any]
     python: str = ""  # another Python to run it; empty: this one
     group: str = ""
-    max_calls: int = 0  # after this many this process is replaced; 0: never
-    _calls: int = 0
     _made: dict[str, Episodes | Program] = field(default_factory=dict)
 
     @property
@@ -101,8 +53,8 @@ class EpisodeScorer:
 
     @property
     def is_spent(self) -> bool:
-        """Whether a call that should have ended still runs in this process, or `max_calls` is reached."""
-        return 0 < self.max_calls <= self._calls or any(each.has_hung for each in self._made.values())
+        """Whether a call that should have ended still runs in this process."""
+        return any(each.has_hung for each in self._made.values())
 
     def load(self) -> None:
         if self.kind not in ("class", "native") or self.name:  # of which a file may have several
@@ -112,41 +64,44 @@ class EpisodeScorer:
         if self.group:
             _ = self._group
 
-    def __call__(self, request: EpisodeRequest) -> tuple[Any, dict[str, Any]]:
-        self._calls += isinstance(request, TurnRequest | AgentRequest)
-        match request:
-            case AgentRequest():
-                return self._run(request)
-            case SchemaRequest(name=name):
-                return 0.0, {"schemas": self._episodes(name or self.name).schemas}
-            case ProblemRequest():
-                return 0.0, {"problems": [self._problem(n, request.seed) for n in range(request.first, request.last)]}
-            case TurnRequest():
-                return self._step(request)
-            case GroupRequest():
-                return 0.0, {"rewards": self._compare(request)}
+    def __call__(self, request: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+        name, *arguments = request
+        return getattr(self, name)(*arguments)
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row with `environment.args`, over which its own `env_args` take precedence."""
         own: Mapping[str, Any] = row.get("env_args") or {}
         return {**row, **self.args, **own}
 
-    def _run(self, request: AgentRequest) -> tuple[Any, dict[str, Any]]:
+    def schemas(self, name: str) -> tuple[float, dict[str, Any]]:
+        """What the model may call. `name`: the class, where there are several."""
+        return 0.0, {"schemas": self._episodes(name or self.name).schemas}
+
+    def problems(self, first: int, last: int, seed: int) -> tuple[float, dict[str, Any]]:
+        """Rows of the environment's own, from one number to another."""
+        return 0.0, {"problems": [self._problem(number, seed) for number in range(first, last)]}
+
+    def run(self, row: Mapping[str, Any], base_url: str, api_key: str) -> tuple[Any, dict[str, Any]]:
+        """Runs a program for one trajectory. `base_url` and `api_key` are the policy's, as clients of OpenAI's API take
+        them; the row has `messages`."""
         program = self._episodes(self.name)
         assert isinstance(program, Program)
-        begun = Request(request.base_url + STARTED, b"", {"Authorization": f"Bearer {request.api_key}"})
-        urlopen(begun, timeout=60).close()
-        found = program.run(self.name or "run", self._row(request.row), request.base_url, request.api_key)
+        urlopen(Request(base_url + STARTED, b"", {"Authorization": f"Bearer {api_key}"}), timeout=60).close()
+        found = program.run(self.name or "run", self._row(row), base_url, api_key)
         if not isinstance(found, Mapping):
             return found, {}
         return found["score"], {name: value for name, value in found.items() if name != "score"}
 
-    def _step(self, request: TurnRequest) -> tuple[float, dict[str, Any]]:
-        row = self._row(request.row)
+    def turn(
+        self, row: Mapping[str, Any], state: bytes | None, text: str, timeout_s: float
+    ) -> tuple[float, dict[str, Any]]:
+        """Answers a turn. `state`: of the environment; None: the episode begins. `text`: what the model said, without
+        special tokens. `timeout_s`: of its calls."""
+        row = self._row(row)
         episodes = self._episodes(row.get("environment") or self.name)
         assert not isinstance(episodes, Program), "a program asks for turns itself"
-        action = Action.of(request.text, schemas_for(row, episodes.schemas))
-        result, state = episodes.step(row, request.state, action, request.timeout_s)
+        action = Action.of(text, schemas_for(row, episodes.schemas))
+        result, state = episodes.step(row, state, action, timeout_s)
         if len(state) > MAX_STATE_BYTES:
             raise ValueError(f"the environment takes {len(state)} bytes between two turns, above {MAX_STATE_BYTES}")
         return result.reward, {
@@ -156,10 +111,11 @@ class EpisodeScorer:
             "metrics": dict(result.metrics),
         }
 
-    def _compare(self, request: GroupRequest) -> list[float]:
-        make, row = self._group, self._row(request.row)
-        rewards = result_of(make(**accepted(make, row)).compute_group_rewards(request.trajectories))
-        return [as_reward(reward, "compute_group_rewards: each reward must be") for reward in rewards]
+    def compare(self, row: Mapping[str, Any], trajectories: tuple[Trajectory, ...]) -> tuple[float, dict[str, Any]]:
+        """Compares trajectories of one prompt."""
+        make, row = self._group, self._row(row)
+        rewards = result_of(make(**accepted(make, row)).compute_group_rewards(trajectories))
+        return 0.0, {"rewards": [as_reward(each, "compute_group_rewards: each reward must be") for each in rewards]}
 
     @property
     def _group(self) -> Callable[..., Any]:

@@ -1,26 +1,23 @@
 """Time limits of test cases from the times of correct responses: T = min(max(T_min, f T_anchor), T_max).
 
-The mechanism keeps, for every test case of every prompt, the longest time that a correct response has taken (T_anchor),
-and derives the limits of the next response from it. A program that never ends then costs 2 s instead of a fixed limit's
-30 s. The anchors are part of a checkpoint.
+T_anchor is the longest time that a correct response to the prompt has taken for the test case. The anchors are part of
+a checkpoint.
 
-Source: RollPacker §4.3; its constants are the defaults of `reward.code`: T_min 2 s, T_max 30 s, f 1.5.
+Source: RollPacker §4.3; its constants are the defaults of `reward.code`: T_min 2 s, T_max 30 s, f 1.5. That data may
+say how long a right program takes (`data.reference_time_key`) is in the authors' code
+(Farrrrland/RollPacker, code_sandbox_reward_worker.py).
 
 Departures, where the paper is silent:
 
-- A correct response is one that passes all its tests. Until a prompt has one, its limit is T_max, unless a column of
-  the data says how long a right program takes (`data.reference_time_key`): that is an anchor from the start, of all
-  its test cases. The authors' code has such a column (Farrrrland/RollPacker, code_sandbox_reward_worker.py).
+- A correct response is one that passes all its tests. Until a prompt has one, its limit is T_max.
 - A prompt is identified by its place in the data, source, text and answer, so a run that resumes with other data uses
   no anchor of another problem. Of prompts whose last correct response is longest ago, anchors are dropped once there
   are more than `MAX_ANCHORS`.
 - Evaluations neither use anchors nor make any: their figures must not depend on what training has seen.
 
-A limit is set when a sample is sent to the scorers, from the verdicts received until then, also on other responses to
-the same prompt. So a limit depends on the clock, and may differ if the step runs again. No result does: every verdict
-that a limit may have decided is journalled completely before the round receives it. That is a cut-off, or the verdict
-on a response with a test case that took more than half of the smallest limit (`is_close`). What took less passes under
-every limit, unless it takes twice as long.
+A limit depends on the clock, and may differ if the step runs again. No result does: every verdict that a limit may have
+decided is journalled whole before the round receives it. That is a cut-off, or the verdict on a response with a test
+case that took more than half of the smallest limit (`is_close`).
 """
 
 from __future__ import annotations
@@ -64,13 +61,9 @@ class TimeoutRule:
 
 
 class AdaptiveTimeouts(Mechanism):
-    """Limits the test cases of training prompts.
-
-    Args:
-      has_tests: whether the prompts of a source have test cases.
-      max_anchors: test cases whose anchors are kept.
-      reference_time_key: what of a prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing.
-    """
+    """Limits the test cases of training prompts. `has_tests`: whether the
+    prompts of a source have any; `max_anchors`: test cases whose anchors are kept; `reference_time_key`: what of a
+    prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing."""
 
     name = "timeouts"
     title = "adaptive time limits"
@@ -183,20 +176,11 @@ class AdaptiveTimeouts(Mechanism):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes with what was kept, within this run's bound. Raises ValueError for a state of another schema, or one
-        that does not fit together."""
+        """Resumes with what was kept, within this run's bound. Raises ValueError for a state of another schema."""
         check_schema("time-outs", state, SCHEMA)
         import numpy as np
 
         prompts, anchors = np.asarray(state["prompts"]), np.asarray(state["seconds"])
-        shaped = prompts.ndim == 2 and prompts.shape[1] == 2 and anchors.ndim == 1
-        if not shaped or (prompts[:, 1] < 1).any() or prompts[:, 1].sum() != anchors.size:
-            raise ValueError(
-                f"time-outs: the state of the checkpoint is damaged: prompts of shape {prompts.shape} and anchors of "
-                f"shape {anchors.shape} must fit together"
-            )
-        if not (np.isfinite(anchors) & (anchors >= 0)).all():
-            raise ValueError("time-outs: the state of the checkpoint is damaged: an anchor is no number of seconds")
         self._anchors, self._num_anchors = {}, 0
         ends = np.cumsum(prompts[:, 1])
         for (place, count), end in zip(prompts.tolist(), ends.tolist(), strict=True):

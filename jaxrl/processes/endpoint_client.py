@@ -11,15 +11,12 @@ without a proxy. Its log repeats headers and reasons of an endpoint, so it is ke
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import ipaddress
 import json
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -45,7 +42,7 @@ class RequestFailed(Exception):
 
     Attributes:
       status: what a verdict that it was for becomes. again: whether it may be sent again.
-      after_s: how long the endpoint wants to be left alone.
+      after_s: how long the endpoint wants to be left alone. seconds: that it took for all attempts.
     """
 
     def __init__(
@@ -59,14 +56,7 @@ class RequestFailed(Exception):
     ) -> None:
         super().__init__(text)
         self.status: Literal["error", "timeout", "crash"] = status
-        self.again, self.after_s, self.code = again, after_s, code
-
-
-@dataclass(slots=True)
-class Elapsed:
-    """Seconds that the endpoint took for a request, added up over all attempts."""
-
-    seconds: float = 0.0
+        self.again, self.after_s, self.code, self.seconds = again, after_s, code, 0.0
 
 
 class EndpointRefused(Exception):
@@ -95,7 +85,7 @@ class Client(Generic[T]):
     ) -> None:
         self._options, self._section, self._path, self._sleep = options, section, path, sleep
         self._read, self._trial, self._max_body_bytes = read, trial, max_body_bytes
-        self._key = api_key(section, options.api_key_env)
+        self._key = _api_key(section, options.api_key_env)
         self.hide = hider(self._key)  # for every text that comes from the endpoint
         self._url = options.endpoint.rstrip("/") + path
         self._http: httpx2.AsyncClient | None = None
@@ -160,33 +150,35 @@ class Client(Generic[T]):
             return f"{place}: {failed}"
         return None
 
-    async def ask(self, body: Mapping[str, Any], under_way: Elapsed | None = None, *, is_probe: bool = False) -> T:
-        """The value read from the answer. Raises RequestFailed after `max_retries` retries."""
-        under_way = Elapsed() if under_way is None else under_way
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+    async def ask(self, body: Mapping[str, Any], *, is_probe: bool = False) -> tuple[T, float]:
+        """The value read from the answer, and the seconds that the endpoint took for all attempts. Raises RequestFailed
+        after `max_retries` retries."""
+        content, loop = json.dumps(body).encode(), asyncio.get_running_loop()
+        began_s, seconds, wait_s, attempt = loop.time(), 0.0, FIRST_WAIT_S, 0
         try:
-            return await self._ask(json.dumps(body).encode(), under_way, is_probe)
+            while True:
+                try:
+                    async with self._places:
+                        await self._turn()
+                        self._counts["requests"] += 1
+                        sent_s = loop.time()
+                        try:
+                            value = await self._within_time(content, is_probe)
+                        finally:
+                            seconds += loop.time() - sent_s
+                    return value, seconds
+                except RequestFailed as failed:
+                    failed.seconds = seconds
+                    self._note(failed)
+                    is_other_server = is_probe and failed.status == "error"
+                    if not failed.again or is_other_server or attempt >= self._options.max_retries:
+                        raise
+                attempt += 1
+                self._counts["sent_again"] += 1
+                await self._sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         finally:
-            self._waited_s += loop.time() - began_s - under_way.seconds
-
-    async def _ask(self, content: bytes, under_way: Elapsed, is_probe: bool) -> T:
-        wait_s, attempt = FIRST_WAIT_S, 0
-        while True:
-            try:
-                async with self._places:
-                    await self._turn()
-                    self._counts["requests"] += 1
-                    return await self._within_time(content, under_way, is_probe)
-            except RequestFailed as failed:
-                self._note(failed)
-                is_other_server = is_probe and failed.status == "error"
-                if not failed.again or is_other_server or attempt >= self._options.max_retries:
-                    raise
-            attempt += 1
-            self._counts["sent_again"] += 1
-            await self._sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            self._waited_s += loop.time() - began_s - seconds
 
     def _note(self, failed: RequestFailed) -> None:
         self._counts["throttled"] += failed.code == 429
@@ -205,18 +197,14 @@ class Client(Generic[T]):
         if start_s > now_s:
             await self._sleep(start_s - now_s)
 
-    async def _within_time(self, content: bytes, under_way: Elapsed, is_probe: bool) -> T:
-        limit_s, loop = self._options.request_timeout_s, asyncio.get_running_loop()
-        began_s = loop.time()
+    async def _within_time(self, content: bytes, is_probe: bool) -> T:
+        limit_s = self._options.request_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await self._once(content, is_probe)
         except TimeoutError:
-            raise RequestFailed(
-                f"no answer within {self._section}.request_timeout_s ({limit_s:g} s)", "timeout"
-            ) from None
-        finally:
-            under_way.seconds += loop.time() - began_s
+            text = f"no answer within {self._section}.request_timeout_s ({limit_s:g} s)"
+            raise RequestFailed(text, "timeout") from None
 
     async def _once(self, content: bytes, is_probe: bool) -> T:
         import httpx2
@@ -262,15 +250,12 @@ def read_json(body: bytes) -> Any:
         raise RequestFailed("its answer is not JSON", "error") from None
 
 
-def api_key(section: str, variable: str, environment: Mapping[str, str] = os.environ) -> str:
+def _api_key(section: str, variable: str) -> str:
     """The key that an environment variable holds; empty where no variable is named."""
-    if not variable:
-        return ""
-    if variable not in environment:
-        raise ValueError(f"{section}.api_key_env: the environment has no variable {variable!r}")
-    key = environment[variable].strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(f"{section}.api_key_env: the variable {variable!r} holds no key")  # which is never shown
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not (key and key.isascii() and key.isprintable()):
+        what = "holds no key" if variable in os.environ else "is not in the environment"
+        raise ValueError(f"{section}.api_key_env: the variable {variable!r} {what}")  # which is never shown
     return key
 
 
@@ -297,10 +282,5 @@ def _is_loopback(url: str) -> bool:
 
 
 def _seconds(value: str) -> float:
-    """The seconds in a `Retry-After`, which may be a date; 0 for anything else."""
-    try:
-        if value.strip().replace(".", "", 1).isdigit():
-            return float(value)
-        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+    """The seconds in a `Retry-After`; 0 for anything else."""
+    return float(value) if value.strip().replace(".", "", 1).isdecimal() else 0.0

@@ -21,23 +21,23 @@ IS_LINUX = sys.platform == "linux"
 PATIENCE_S = 5.0
 """For killed processes to be gone; one that waits for a disk or a driver may take longer, and is met again later."""
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+DEATH_SIGNAL, _ADOPT_ORPHANS = 1, 36  # prctl's options
 _libc = ctypes.CDLL(None, use_errno=True) if IS_LINUX else None
 
 
 def adopt_orphans() -> None:
     """From here on this process is the parent of its descendants whose parents end."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_ADOPT_ORPHANS, 1)
 
 
 def die_with_parent(parent: int) -> None:
     """The kernel kills this process when `parent` ends; at once if it has ended already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     if _libc is not None and _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 

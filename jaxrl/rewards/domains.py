@@ -1,10 +1,8 @@
 """The scorer of a run's data: one for each domain (`reward.domains`), with parts (`reward.parts`), in one process.
 
 A worker process holds the scorers of all domains, and a sample's source chooses among them, so any free worker takes
-any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.reward_pool`) have only their parts here.
-
-A part is a number beside the scorer's own: format, length, or a function of the user's. Parts run within the scorer's
-time limit: a pattern may take for ever on a text that a model wrote. `jaxrl.rewards.reward_pool` adds all up.
+any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.reward_pool`) have only their parts here,
+numbers beside the scorer's own.
 
 Source: weighted sums as in DeepSeek-R1 (accuracy and format); a penalty that grows with the length as in DAPO's
 equation 13. Departure: `length` falls over all that follows `free_tokens`, where DAPO's buffer lies at the end
@@ -51,12 +49,8 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class DomainScorer:
-    """Asks the scorer of a sample's domain, and for the parts.
-
-    Attributes:
-      by_source: that of other sources under the empty name; None: another place has it.
-      parts: by name.
-    """
+    """Asks the scorer of a sample's domain, and for the parts. `by_source`: that of other sources has the empty name;
+    None: another place has it."""
 
     by_source: Mapping[str, Scorer | None]
     parts: Mapping[str, RewardPart]

@@ -43,7 +43,7 @@ class LocalWorker:
         self._was_ready = host.was_ready
         self.num_done = 0
 
-    async def start(self) -> bool:
+    async def start(self) -> None:
         ours, theirs = socket.socketpair()
         host, self._pid = os.getpid(), os.fork()
         if self._pid == 0:
@@ -62,7 +62,6 @@ class LocalWorker:
             raise StartFailed(f"{settings.loads} failed: {died}") from None
         if "ready" not in message:
             raise StartFailed(str(message.get("error"))[:2000], is_final=True)
-        return message.get("has_jax") is True
 
     async def ask(self, task: Task) -> Answer:
         self._dropped = False

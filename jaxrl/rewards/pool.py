@@ -13,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import json
 import logging
 import os
 import pickle
 import queue
 import secrets
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -26,11 +29,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 from jaxrl.processes.messages import receive_message, send_message
 from jaxrl.processes.process_tree import kill_marked
-from jaxrl.processes.python_child import last_line, start_python, wait_or_kill
 from jaxrl.rewards.pool_host import MAX_ATTEMPTS, crashed
 from jaxrl.rewards.pool_worker import PoolSettings
 from jaxrl.rewards.scorers import Scored
@@ -47,6 +49,8 @@ PAUSES_S, PAUSES_ON_RAY_S = (0.2, 0.2), (0.0, 15.0, 45.0)
 _SLACK_S = 60.0  # beyond start_timeout_s, for an interpreter and its imports on a loaded machine
 _CLOSE_S, _CLOSE_ON_RAY_S = 7.0, 15.0
 _MARK = "JAXRL_POOL"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
+_TAIL_BYTES = 4096
 _NAMES = frozenset(
     name
     for line in (
@@ -166,8 +170,7 @@ class Pool:
         env = None if on_ray else _environment({**self._settings.env, _MARK: mark})
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as stderr, ours, theirs:
-            fds, program = [theirs.fileno()], "jaxrl.rewards.ray_host" if on_ray else "jaxrl.rewards.local_host"
-            process = start_python(program, [str(fds[0])], fds, stderr=stderr, env=env)
+            process = _started("ray_host" if on_ray else "local_host", theirs.fileno(), stderr, env)
             theirs.close()
             try:
                 with self._lock, contextlib.suppress(OSError):
@@ -182,10 +185,14 @@ class Pool:
                     self._sock = None
                 ours.close()  # on which it ends, with all that is below it; it may still import, and not look
                 patience_s = _CLOSE_ON_RAY_S if on_ray else _CLOSE_S
-                wait_or_kill(process, patience_s if self._has_spoken else 0.0)
+                try:
+                    process.wait(patience_s if self._has_spoken else 0.0)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
                 if process.returncode and not on_ray:
                     kill_marked(f"{_MARK}={mark}")
-            return "it sent nothing for too long" if is_silent else f"it ended ({last_line(stderr)[-500:]})", is_silent
+            return "it sent nothing for too long" if is_silent else f"it ended ({_last_line(stderr)[-500:]})", is_silent
 
     def _listen(self, sock: socket.socket) -> bool:
         """Reads until the host ends (False), or is silent for too long (True)."""
@@ -201,23 +208,20 @@ class Pool:
                 return False
             self._has_spoken = True
             sock.settimeout(SILENT_ON_RAY_S if self._settings.on_ray else SILENT_S)
-            for message in pickle.loads(payload):
-                self._handle(*message)
+            self._handle(*pickle.loads(payload))
         return False
 
     def _handle(self, kind: str, *values: Any) -> None:
         match kind, *values:
+            case ("alive",):
+                pass
             case "began", number:
                 with self._lock:
                     self._requests[number].has_begun = True
             case "ended", number, scored:
                 self._ended(number, scored)
-            case "ready", has_jax:
+            case ("ready",):
                 self._report()
-                if has_jax:
-                    _log.warning(
-                        "reward workers import jax, which costs start-up time and memory: the custom reward file does"
-                    )
             case "failed", error:
                 self._report(ValueError(error))
             case "fatal", error:
@@ -305,3 +309,26 @@ class Pool:
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
     return {n: v for n, v in os.environ.items() if n in _NAMES or n.startswith("LC_")} | dict(more)
+
+
+def _started(host: str, fd: int, stderr: IO[bytes], env: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+    """Starts a host in a new interpreter, since threads of jax or Ray do not survive a fork, and in a new session, as a
+    terminal's Ctrl-C is not for it. `fd`: a descriptor that it gets, under the same number."""
+    # -P: before the path is set, nothing comes from the working folder, such as a json.py of the user's
+    path = [os.getcwd() if entry == "" else entry for entry in sys.path]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _BOOT.format(f"jaxrl.rewards.{host}"), json.dumps(path), str(fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        env=env,
+        pass_fds=[fd],
+        start_new_session=True,
+    )
+
+
+def _last_line(output: IO[bytes]) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(size - _TAIL_BYTES, 0))
+    lines = output.read().decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -17,13 +17,12 @@ import pickle
 import signal
 import socket
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from jaxrl.processes.messages import framed, read_message, receive_message
-from jaxrl.rewards.fair_queue import FairQueue
 from jaxrl.rewards.pool_worker import PoolSettings
 from jaxrl.rewards.scorers import Scored
 from jaxrl.types import RunFailed
@@ -77,8 +76,8 @@ class Worker(Protocol):
 
     num_done: int
 
-    async def start(self) -> bool:
-        """Whether it has loaded jax. Raises StartFailed."""
+    async def start(self) -> None:
+        """Returns when it has loaded the scorer. Raises StartFailed."""
         ...
 
     async def ask(self, task: Task) -> Answer:
@@ -97,22 +96,54 @@ class Worker(Protocol):
     async def end(self) -> None: ...
 
 
+class FairQueue:
+    """Tasks that wait for workers: a queue for each domain, so that a slow domain leaves workers to the others.
+
+    A domain may have all workers but one for each other domain in use. Of the domains in which something waits, and
+    which have fewer samples being scored than that, the one with the fewest is next; of equals the one whose turn was
+    longest ago. With one domain that is the order of arrival. A popped task counts as being scored until `done`.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._waiting: dict[str, deque[Task]] = {}  # of domains in use: those that have ever had something
+        self._scored_now = Counter[str]()
+        self._turns = Counter[str]()  # when each domain's last turn was
+
+    def put(self, task: Task) -> None:
+        self._waiting.setdefault(task.domain, deque()).append(task)
+
+    def pop(self) -> Task | None:
+        """The next that may be scored; None where nothing may."""
+        most = max(self._num_workers - len(self._waiting) + 1, 1)
+        ready = [domain for domain, waiting in self._waiting.items() if waiting and self._scored_now[domain] < most]
+        if not ready:
+            return None
+        domain = min(ready, key=lambda each: (self._scored_now[each], self._turns[each]))
+        self._turns[domain] = max(self._turns.values(), default=0) + 1
+        self._scored_now[domain] += 1
+        return self._waiting[domain].popleft()
+
+    def done(self, domain: str) -> None:
+        assert self._scored_now[domain] > 0, f"nothing of {domain!r} was being scored"
+        self._scored_now[domain] -= 1
+
+
 class Host:
     """Shares the tasks that come over a socket among workers, and answers each once.
 
-    Messages are pickles. To the host: `("score", number, source, request)` and `("drop", number)`. From it: lists, in
-    part empty, as a sign of life, of `("ready", has_jax)`, `("failed", error)`, `("began", number)`,
+    Messages are pickles. To the host: `("score", number, source, request)` and `("drop", number)`. From it:
+    `("alive",)`, as a sign of life, `("ready",)`, `("failed", error)`, `("began", number)`,
     `("ended", number, scored)` and `("retried" | "restarted", why)`; and `("fatal", why)`, the last.
     """
 
     def __init__(self, settings: PoolSettings, make: Callable[[Host], Worker], beat_s: float) -> None:
         self.settings, self._make, self._beat_s = settings, make, beat_s
-        self._queue = FairQueue[Task](settings.num_workers)
+        self._queue = FairQueue(settings.num_workers)
         self._idle: deque[asyncio.Future[Task]] = deque()  # of workers that wait for a task
         self._running: dict[int, Worker] = {}
         self._tasks: set[int] = set()  # that have no answer yet
         self._dropped: set[int] = set()  # of these, what is not wanted any more
-        self._outbox: list[tuple[Any, ...]] = []
         self.num_ready = 0  # workers
         self.was_ready = False  # whether one has ever been
 
@@ -127,24 +158,17 @@ class Host:
                 for each in own:
                     each.cancel()
         except* RunFailed as failed:
-            self._writer.write(framed(pickle.dumps([*self._outbox, ("fatal", str(failed.exceptions[0]))])))
+            self.say("fatal", str(failed.exceptions[0]))
             await self._writer.drain()
         finally:
             self._writer.close()
 
     def say(self, *message: Any) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(message)
-
-    def _flush(self) -> None:
-        messages, self._outbox = self._outbox, []
-        if messages:
-            self._writer.write(framed(pickle.dumps(messages)))
+        self._writer.write(framed(pickle.dumps(message)))
 
     async def _beat(self) -> None:
         while True:
-            self._writer.write(framed(pickle.dumps([])))
+            self.say("alive")
             await asyncio.sleep(self._beat_s)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -154,7 +178,7 @@ class Host:
                     domain = source if source in self.settings.limits else ""
                     task = Task(number, domain, *self.settings.limits[domain], request)
                     self._tasks.add(number)
-                    self._queue.put(domain, task)
+                    self._queue.put(task)
                     self._feed()
                 case _, number:
                     self._drop(number)
@@ -195,7 +219,6 @@ class Host:
                 await self._end_worker(worker)
                 worker = await self._started()
             self.say("began", task.number)
-            self._flush()  # before its scorer can end this process
             scored, worker = await self._answered(worker, task)
             self._end(task, scored)
             self._feed()
@@ -241,7 +264,7 @@ class Host:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             worker = self._make(self)
             try:
-                has_jax = await worker.start()
+                await worker.start()
             except StartFailed as found:
                 await worker.end()
                 if found.is_final or attempt == MAX_ATTEMPTS:
@@ -250,7 +273,7 @@ class Host:
             else:
                 self.num_ready += 1
                 self.was_ready = True
-                self.say("ready", has_jax)
+                self.say("ready")
                 return worker
         raise AssertionError
 

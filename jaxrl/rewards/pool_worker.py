@@ -1,9 +1,8 @@
 """The process that runs a scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
 
-The host of a pool (`jaxrl.rewards.local_host`) forks it, sends it one request at a time, and ends it. It leads its own
-session and process group and adopts all orphans below it. Its only descriptor is its socket, which nothing that it
-starts inherits. After a request it kills every process that the scorer started for it; what `Scorer.load` has started
-stays.
+It leads its own session and process group and adopts all orphans below it. Its only descriptor is its socket, which
+nothing that it starts inherits. After a request it kills every process that the scorer started for it; what
+`Scorer.load` has started stays.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ class _Worker:
             problem = str(error) if is_users else f"{self._settings.loads} failed with {describe(error)}"
             self._send({"error": problem[:2000]})
             os._exit(0)
-        self._send({"ready": True, "has_jax": "jax" in sys.modules})
+        self._send({"ready": True})
         kept = descendants(self._pid)
         while (message := receive_message(self._sock)) is not None:
             answer = self._score(scorer, int.from_bytes(message[:NUMBER_BYTES]), message[NUMBER_BYTES:])

@@ -55,13 +55,8 @@ class Checks:
 
 
 def checks_of(request: ScoreRequest, key: str = "") -> Checks:
-    """The tests of a prompt.
-
-    Args:
-      key: the column that holds them; empty: they are looked for in the columns of known data sets.
-
-    Raises ValueError: there are none, or they have none of the forms.
-    """
+    """The tests of a prompt. `key`: the column that holds them; empty: they are looked for in the columns of known data
+    sets. Raises ValueError: there are none, or they have none of the forms."""
     extra = request.extra
     if key:
         value = _column(extra, key)

@@ -78,7 +78,7 @@ class RayWorker:
         self._number = -1
         self.num_done = 0
 
-    async def start(self) -> bool:
+    async def start(self) -> None:
         limit_s = self._settings.start_timeout_s + SLACK_S
         starting = asyncio.ensure_future(_answer(self._actor.start.remote()))
         if not (await asyncio.wait([starting], timeout=limit_s))[0]:
@@ -89,7 +89,6 @@ class RayWorker:
             raise StartFailed(f"a ray actor failed while it started: {type(failed).__name__}") from None
         if error:
             raise StartFailed(f"{error} (in a ray actor)", is_final=is_users)
-        return False
 
     def _wait_for_room(self, limit_s: float) -> None:
         """The cluster may grow, or lose what takes its room. Raises RunFailed where no actor works."""
@@ -100,7 +99,7 @@ class RayWorker:
                 f"{cpus:g} CPUs, of which reward.num_workers asks for {self._settings.num_workers}"
             )
         self._host.say("restarted", "ray has no room for an actor, which waits")
-        self._host.say("ready", False)  # the run begins without it
+        self._host.say("ready")  # the run begins without it
 
     async def ask(self, task: Task) -> Answer:
         settings, self._number = self._settings, task.number

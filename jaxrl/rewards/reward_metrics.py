@@ -1,8 +1,6 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
-`RewardMetrics` counts each verdict once, when the round receives it, replayed ones too: a step that runs again has the
-same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here.
-
+Each verdict counts once, when the round receives it, replayed ones too: a step that runs again has the same counts.
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
 
@@ -32,10 +30,7 @@ TIMEOUTS = {
     "endpoint": "the endpoint's limit",
     "watchdog": "a worker that was silent",
 }
-"""What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
-`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: `reward.code.max_failing_s`;
-`sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: of a request to one; `watchdog`: the
-host of the workers, or an actor, said nothing."""
+"""What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something."""
 _COUNTED_AS = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}  # in warnings
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 
@@ -46,13 +41,8 @@ def describe_sample(key: SampleKey) -> str:
 
 
 class RewardMetrics:
-    """Counts verdicts since `take` was last called.
-
-    Args:
-      domains: by source, that of other sources under the empty name; none: nothing is counted by domain.
-      keys, metric: values that the reward of a training sample must have (`algorithm.gdpo_reward_keys`,
-        `algorithm.filter_groups.metric`).
-    """
+    """Counts verdicts since `take` was last called; without `domains` nothing by domain. `keys`, `metric`: values that
+    the reward of a training sample must have (`algorithm.gdpo_reward_keys`, `algorithm.filter_groups.metric`)."""
 
     def __init__(self, domains: Mapping[str, Domain] | None = None, keys: Sequence[str] = (), metric: str = "") -> None:
         self._keys, self._metric, self._failed = keys, metric, FailureWarnings()
@@ -139,10 +129,7 @@ class RewardMetrics:
 
 
 class FailureWarnings:
-    """Warns of failed samples: the 1st, 2nd, 4th, 8th, ... of each status.
-
-    `where`: how a warning names a sample.
-    """
+    """Warns of failed samples: the 1st, 2nd, 4th, 8th, ... of each status."""
 
     def __init__(self, where: Callable[[SampleKey], str] = describe_sample) -> None:
         self._where = where

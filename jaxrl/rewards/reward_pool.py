@@ -1,16 +1,12 @@
 """Rewards beside the rollout: samples are scored while others still decode (RollPacker, section 4.3).
 
-A prompt's source names its domain (`reward.domains`), and a domain's kind says where its samples are scored: in worker
-processes, by an endpoint, or by a model on the run's devices. `RewardPool` sends each sample there, and adds the parts
-of its reward.
+A domain's kind (`reward.domains`) says where its samples are scored: in worker processes, by an endpoint, or by a model
+on the run's devices. `RewardPool` sends each sample there, and adds the parts of its reward. A scorer is foreign code:
+what it does costs only the sample at hand, and only values of JSON, which are checked, reach the trainer.
 
-A scorer is foreign code that runs on the model's text: it may raise, return nonsense, hang, or end its process. Each of
-these costs only the sample at hand (reward 0, a status, a counted warning). Nothing of the user's runs in the trainer,
-not even the reward file's import, and no object that a worker made gets there: only values of JSON, which are checked.
-
-Only the scoring itself is timed: a worker loads the scorer before its first task. `duration_s` is measured in the
-worker; for a sample that timed out it is the limit, for a crashed one 0. Verdicts come in the order in which scoring
-ended; a round wants them in the order in which samples completed, and the backend sorts them (docs/architecture.md).
+`duration_s` is measured in the worker; for a sample that timed out it is the limit, for a crashed one 0. Verdicts come
+in the order in which scoring ended; a round wants them in the order in which samples completed, and the backend sorts
+them.
 
 Source: RollPacker §4.3 (rewards of several kinds beside the rollout). Departure: its workers belong to a kind of reward
 each; here a worker process holds the scorers of all domains.
@@ -81,13 +77,8 @@ class _Pending:
 
 
 class RewardPool:
-    """Scores samples in the background. Used from one thread.
-
-    Args:
-      domains: by source; that of sources without their own has the empty name.
-      parts: weights of the parts of a reward, whose values come from the workers.
-      where: how warnings name a sample whose reward failed. clock: stamps the verdicts.
-    """
+    """Scores samples in the background. Used from one thread. `domains`: by source; that of sources without their own
+    has the empty name. `parts`: weights. `where`: how warnings name a sample. `clock`: stamps the verdicts."""
 
     def __init__(
         self,
@@ -262,11 +253,8 @@ def build_pool(
     It begins to start the workers, and does not wait for them. Raises ValueError where `reward.env` names a variable
     that is not set, or ray is not installed.
 
-    Args:
-      scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
-      log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
-      where: how warnings name a sample whose reward failed.
-    """
+    `scorer`: of the worker processes (`jaxrl.rewards.domains.build_scorer`); `log`: the file for what it prints and for
+    tracebacks; none: it is dropped; `where`: how warnings name a sample whose reward failed."""
     reward = config.reward
     parts = {name: part.weight for name, part in reward.parts.items()}
     pool = RewardPool(domains(reward), parts=parts, where=where)

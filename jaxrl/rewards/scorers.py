@@ -2,15 +2,6 @@
 
 The training process builds the scorer, and refuses what it can see without running the user's code. Worker processes
 get it as a few strings, and import what it needs (`load`). Nothing here imports jax.
-
-Kinds (`reward.kind`):
-
-- `math`: the final answer, compared with the reference (`jaxrl.rewards.math`).
-- `task`: reasoning-gym's own scorer of that task, given the extracted answer (`jaxrl.rewards.task`).
-- `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
-- `custom`: the user's function, with the signature that verl uses.
-- `environment`: what an environment has given for the turns of the response.
-- `auto`: `task` for a prompt that comes from a task, `math` for one from a file.
 """
 
 from __future__ import annotations

@@ -23,9 +23,6 @@ from jaxrl.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from jaxrl.data.prompts import PromptSource
-    from jaxrl.mechanisms.one_step_off import Concurrently
-    from jaxrl.mechanisms.speculation.index import IndexBuilder
-    from jaxrl.mechanisms.stream_trainer.session import GradientStream
     from jaxrl.mechanisms.turns.rule import Conversation
     from jaxrl.record.journal import Journal
     from jaxrl.record.layouts import LayoutLog

@@ -98,7 +98,7 @@ class EndpointTeacher:
         k = self._options.top_k
         own, tops, ids = np.empty(len(response), np.float32), [], []
         if response:
-            entries = await client.ask(self._body([*prompt, *response]))
+            entries, _ = await client.ask(self._body([*prompt, *response]))
             self._on_progress()
             if len(entries) != (sent := len(prompt) + len(response)):
                 raise _wrong(f"{_WHERE} has {len(entries)} entries, and {sent} token ids were sent")

@@ -1,8 +1,7 @@
 """The routes: a body is checked, and answered at once or piece by piece.
 
-Errors are OpenAI's objects, with the status that its clients expect. A wrong body gets 400, a request without the key
-401, another model or path 404, a body that is too large 413. Where too many requests wait, the answer is 503 with
-`Retry-After`. An answer has no traceback and no path of this machine in it.
+Errors are OpenAI's objects, with the status that its clients expect. An answer has no traceback and no path of this
+machine in it.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ from jaxrl.serving.bodies import (
     GenerationRequest,
     StrictBody,
     first_mistake,
-    openapi_document,
 )
-from jaxrl.serving.driver import Busy, Closing, Failed
+from jaxrl.serving.driver import Unserved
 from jaxrl.serving.generation import Generation, ServedModel
 from jaxrl.serving.objects import error_object
 
@@ -74,7 +72,6 @@ class Routes:
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.one_model,
             "/metrics": self.metrics,
-            "/openapi.json": self.openapi,
         }
         routes = [Route(path, self._answered(path, answer), methods=["POST"]) for path, answer in post.items()]
         routes += [Route(path, self._answered(path, answer), methods=["GET"]) for path, answer in get.items()]
@@ -93,9 +90,6 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.model.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi_document())
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -221,12 +215,10 @@ class Routes:
                 return await answer(request)
             except HttpRefusal as error:
                 return _error(error.status, str(error), error.param, error.code)
-            except Busy as error:
-                return _error(503, str(error), headers={"Retry-After": str(Busy.RETRY_S)})
-            except Closing:
-                return _error(503, str(Closing()), headers={"Retry-After": "10"})
-            except Failed as error:
-                return _error(500, str(error))
+            except Unserved as error:
+                if not error.retry_s:
+                    return _error(500, str(error))
+                return _error(503, str(error), headers={"Retry-After": str(error.retry_s)})
             except RefusedMessages as error:
                 return _error(400, _without_place(str(error)), "messages")
             except ValueError as error:
@@ -272,7 +264,7 @@ async def _events(generation: Generation, answer: Answer, includes_usage: bool) 
         async with aclosing(generation.pieces()) as pieces:
             async for gained in pieces:
                 yield event(answer.chunk(*gained))
-    except (Closing, Failed) as error:
+    except Unserved as error:
         yield event(error_object(str(error), "server_error"))
     else:
         if includes_usage:

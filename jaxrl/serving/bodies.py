@@ -1,10 +1,7 @@
-"""Clients' requests, checked: the bodies of OpenAI's completions and chat completions, and of tokens in, tokens out;
-and the OpenAPI 3.1 document of the routes (`GET /openapi.json`), which follows from them.
+"""Clients' requests, checked: the bodies of OpenAI's completions and chat completions, and of tokens in, tokens out.
 
 A name that is not listed is refused, and so is a value that would change what is sampled and that this server does not
-know. What changes nothing here (`user`, `metadata`) is ignored, and so is null under any name.
-
-A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
+know. A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
 
 Source: OpenAI's API reference; vLLM's names for what it adds (`top_k`, `min_p`, `return_token_ids`,
 `chat_template_kwargs`) and its route `/inference/v1/generate`.
@@ -27,9 +24,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import models_json_schema
 
-from jaxrl import __version__
 from jaxrl.data.chat_template import THINKING
 from jaxrl.data.tool_calls import arguments_of
 from jaxrl.types import SamplingParams
@@ -159,13 +154,6 @@ class CompletionBody(GenerationRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
-    best_of: int | None = None
-
-    @model_validator(mode="after")
-    def _best_is_all(self) -> Self:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of must equal n: every response is returned")
-        return self
 
     @property
     def num_top(self) -> int:
@@ -208,7 +196,7 @@ class TextPart(StrictBody):
         return value
 
 
-Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_of, json_schema_input_type=str | dict[str, Any])]
+Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_of)]
 
 
 class FunctionCall(LenientBody):
@@ -340,45 +328,3 @@ def first_mistake(error: ValidationError, sent: Any) -> tuple[str, str]:
         return (progress, has_kind), ".".join(map(str, path)), said
 
     return max(map(found, error.errors(include_url=False, include_context=False)), key=lambda each: each[0])[1:]
-
-
-BODIES: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionBody, "Responses to prompts of text or token ids."),
-    "/v1/chat/completions": (ChatBody, "The next message of a conversation."),
-    "/inference/v1/generate": (GenerateBody, "Token ids in, token ids out."),
-}
-ANSWERS = {
-    "/v1/models": "The model that is served.",
-    "/health": "That the server answers.",
-    "/metrics": "Counts and latencies, as Prometheus reads them.",
-    "/openapi.json": "This document.",
-}
-REFUSALS = {400: "wrong", 401: "without the key", 404: "for another model", 413: "too large", 503: "one too many"}
-
-
-def openapi_document() -> dict[str, Any]:
-    kinds = [(kind, "validation") for kind, _ in BODIES.values()]
-    _, schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # pyright: ignore
-    paths: dict[str, Any] = {
-        path: {"get": {"summary": text, "responses": _responses()}} for path, text in ANSWERS.items()
-    }
-    for path, (kind, text) in BODIES.items():
-        body = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        paths[path] = {
-            "post": {
-                "summary": text,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-                "responses": _responses(),
-            }
-        }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "jaxrl serve", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": schemas["$defs"]},
-    }
-
-
-def _responses() -> dict[str, Any]:
-    found = {"200": {"description": "The answer."}}
-    return found | {str(status): {"description": f"The request is {why}."} for status, why in REFUSALS.items()}

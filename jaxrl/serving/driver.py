@@ -1,8 +1,7 @@
 """The thread that owns an engine: requests come in from an event loop, and tokens go out as they are sampled.
 
-Requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads them any
-more. The engine has a separate thread because an event loop may not wait for a plan. No other thread touches it:
-requests go in through a queue, and the tokens of a plan go out in one call to the event loop, for all requests.
+The engine has a separate thread because an event loop may not wait for a plan. No other thread touches it: requests go
+in through a queue, and the tokens of a plan go out in one call to the event loop, for all requests.
 
 A client that asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be
 idle for that plan. So the next plan waits for as many requests as rows have become free, for a small part of a plan's
@@ -25,27 +24,13 @@ from jaxrl.scheduling.tokens.plan import Request, check_request
 from jaxrl.types import FinishReason, Sample, TopTokens
 
 
-class Busy(Exception):
-    """Too many requests wait; in `RETRY_S` seconds a row may be free."""
+class Unserved(Exception):
+    """No answer comes. `retry_s`: when to ask again; 0: the engine has failed, and why is the operator's to know
+    (`Driver.failure`)."""
 
-    RETRY_S = 1
-
-    def __init__(self, waiting: int) -> None:
-        super().__init__(f"{waiting} requests wait already: try again in {self.RETRY_S} s")
-
-
-class Closing(Exception):
-    """The server is stopping, and takes no more requests."""
-
-    def __str__(self) -> str:
-        return "the server is stopping"
-
-
-class Failed(Exception):
-    """The engine has failed; why is the operator's to know (`Driver.failure`)."""
-
-    def __str__(self) -> str:
-        return "the engine has failed"
+    def __init__(self, text: str, retry_s: int = 0) -> None:
+        super().__init__(text)
+        self.retry_s = retry_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +45,7 @@ class Piece:
 
 
 Pieces = asyncio.Queue[tuple[int, Piece | BaseException]]
+_STOPPING, _FAILED = "the server is stopping", "the engine has failed"
 _LAST_PLAN_S = 10.0  # that the engine may take to end; a compiler may take minutes, and is left behind
 _WINDOW, _BESIDE = 0.05, 0.2  # of a plan's time; the latter where the devices have another plan to run meanwhile
 
@@ -96,14 +82,14 @@ class Driver:
 
     def submit(self, requests: Sequence[Request]) -> Pieces:
         """Returns the queue in which the requests' pieces arrive, each with its request's id. An error comes in place
-        of a piece. Raises Busy, Closing or Failed: none was taken."""
+        of a piece. Raises Unserved: none was taken."""
         if self.failure is not None:
-            raise Failed
+            raise Unserved(_FAILED)
         if self._closing:
-            raise Closing
-        waiting = max(len(self._readers) - self.num_rows, 0)
+            raise Unserved(_STOPPING, 10)
         if len(self._readers) + len(requests) > self.most_at_once:
-            raise Busy(waiting)
+            waiting = max(len(self._readers) - self.num_rows, 0)
+            raise Unserved(f"{waiting} requests wait already: try again in 1 s", 1)
         pieces: Pieces = asyncio.Queue()
         for request in requests:
             self._readers[request.request_id] = pieces
@@ -124,7 +110,7 @@ class Driver:
             await asyncio.sleep(0.02)
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, _LAST_PLAN_S)
-        self._deliver(dict.fromkeys(self._readers, Closing()))
+        self._deliver(dict.fromkeys(self._readers, Unserved(_STOPPING, 10)))
 
     @property
     def num_rows(self) -> int:
@@ -154,7 +140,7 @@ class Driver:
             self._engine.drain()
         except BaseException as error:
             self.failure = error
-            self._loop.call_soon_threadsafe(self._deliver, dict.fromkeys(self._sent, Failed()))
+            self._loop.call_soon_threadsafe(self._deliver, dict.fromkeys(self._sent, Unserved(_FAILED)))
 
     def _take_in(self) -> bool:
         """Gives the engine the new requests, waiting where it has nothing to do; False at the end."""

@@ -123,13 +123,8 @@ class ServerMetrics(Collector):
 
 @dataclass(slots=True)
 class Choice:
-    """A response.
-
-    Attributes:
-      prompt: the number of its prompt among those of its answer.
-      text: without stop strings and special tokens.
-      top: of each token's place the likeliest ones, as (token id, log-probability), where they were asked for.
-    """
+    """A response. `prompt`: the number of its prompt among those of its answer; `top`: of each token's place the
+    likeliest ones, as (token id, log-probability), where they were asked for."""
 
     index: int
     prompt: int
@@ -195,7 +190,7 @@ class ServedModel:
         session: str | None = None,
     ) -> Generation:
         """Submits `n` requests for each prompt, one prompt after another. With a seed a response depends on that, its
-        prompt and its place among these alone. Raises ValueError for more than can ever run or wait, or `Busy`."""
+        prompt and its place among these alone. Raises ValueError for more than can ever run or wait, or `Unserved`."""
         if len(prompts) * n > self.driver.most_at_once:
             raise ValueError(
                 f"{len(prompts) * n} responses are asked for at once, and this server takes "

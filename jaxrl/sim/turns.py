@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jaxrl.config import Config
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
+from jaxrl.mechanisms.turns.rule import Conversation, Observed, max_trajectory_tokens
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
 from jaxrl.sim.workload import ModelledWorkload, normal, uniform, words
 from jaxrl.types import Prompt, SampleKey
@@ -117,5 +117,5 @@ def conversation(
 
 def turn_model(config: Config, workload: ModelledWorkload) -> TurnModel:
     """Models the tools that `simulate.tool` describes. A recorded length is with the answers of its tools."""
-    simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
+    simulated, longest = config.simulate, max_trajectory_tokens(config)
     return TurnModel(simulated.tool, config.trainer.seed, workload.length, longest, bool(simulated.recorded_run))

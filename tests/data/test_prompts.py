@@ -101,9 +101,6 @@ def test_overlong(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert (source.num_prompts, source.num_filtered) == (2, 1)
     assert [p.index for p in source.next(4)] == [0, 2, 0, 2]  # the index is the position in the file
     assert "dropped 1 of 3 prompts: over 30 tokens" in caplog.text
-    assert source.repeats().startswith("data.train_batch_size (8) is more than the 2 prompts that there are: ")
-    fits = config(**limits, train_batch_size=2)
-    assert source_of(fits).repeats() == ""
     c = config(**limits, filter_overlong_prompts=False)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the prompt has 67 tokens, .*max_prompt_length \(30\)"):
         source_of(c)

@@ -113,7 +113,7 @@ def test_what_wrappers_and_objects_make_is_a_tool():
     ("text", "words"),
     [
         ("def f(): ...\nf = 3", "f is a int, which cannot be called: begin its name with _"),
-        ("class Box: ...", "must define a function .* environment.kind=class, environment.name=Box"),
+        ("class Box: ...", "must define a function"),
         ("def f(): ...", "f has no docstring"),
     ],
 )

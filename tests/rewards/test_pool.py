@@ -145,7 +145,7 @@ def test_no_worker_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr("jaxrl.rewards.pool.start_python", refuse)
+    monkeypatch.setattr("jaxrl.rewards.pool._started", refuse)
     monkeypatch.setattr("jaxrl.rewards.pool.PAUSES_S", (0.01, 0.01))
     pool = make(tmp_path, num_workers=1)
     submit(pool, "say 1")

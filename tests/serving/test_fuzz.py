@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import Client, Talk
 
-from jaxrl.serving.bodies import openapi_document
+from jaxrl.serving.bodies import ChatBody, CompletionBody, GenerateBody, Message, Tool
 
 MESSAGE = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -62,7 +62,8 @@ def asked(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, json.dumps(body).encode()
 
 
-NAMES = sorted({name for kind in openapi_document()["components"]["schemas"].values() for name in kind["properties"]})
+KINDS = (ChatBody, CompletionBody, GenerateBody, Message, Tool)
+NAMES = sorted({name for kind in KINDS for name in kind.model_fields})
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,11 +1,9 @@
 """A judge: a language model, or a reward model, that scores beside the actor on the same devices, or at an endpoint.
 
-On the devices it has an engine like the actor's and takes turns with it. A turn is one plan of the judge. When it may
-take one follows from counts and never from clocks (`reward.judge.busy_share`): a plan of the actor and one of the
-judge alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
+On the devices it has an engine like the actor's and takes turns with it, a plan each. When it may take one follows from
+counts and never from clocks (`reward.judge.busy_share`). Once only verdicts are awaited it has the devices to itself.
 
-A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay
-as they are, so that JSON and `\\boxed{}` can be written as they are.
+A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay.
 
 Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
 
@@ -20,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundState
 from jaxrl.schema.declared import Cap, Names, shown
@@ -39,7 +37,7 @@ _OF_DEVICES = frozenset(
         *("max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "busy_share"),
     ]
 )
-_OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
+_OF_WORDS = frozenset({"prompt", "score_pattern", "max_score", "num_samples", "temperature", "max_tokens"})
 SCORE = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
     r"(?i)(?<!max[ _])(?<!maximum[ _])(?<!possible[ _])(?<![a-z])score"
     r"(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
@@ -85,8 +83,9 @@ class Judge(Mechanism):
             "A regular expression whose last match in a verdict holds the score in its first group; empty: it reads "
             "`Score: 7`, as models write that.",
         ] = ""
-        min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
-        max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
+        max_score: Annotated[
+            float, Gt(0), "The score that becomes reward 1, as 0 becomes 0; scores beyond are not verdicts."
+        ] = 10.0
         num_samples: Annotated[
             int, Ge(1), Cap(64, "each is a response of the judge"), "Verdicts per sample; their mean."
         ] = 1
@@ -144,7 +143,7 @@ class Judge(Mechanism):
             elif self.endpoint:
                 yield "reward.judge", _OF_DEVICES, "an endpoint is the judge, and no model on the devices"
             else:
-                yield "reward.judge", PACE, "a model on the devices scores, and no endpoint"
+                yield "reward.judge", PACE | {"endpoint_model", "api_key_env"}, "reward.judge.endpoint is empty"
             if "model" in kinds:
                 yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
 
@@ -222,11 +221,7 @@ def _source_problem(judge: Judge.Options) -> str | None:
     if bool(judge.model) == bool(judge.endpoint):
         found = "both" if judge.model else "neither"
         return f"reward.kind=judge needs one of reward.judge.model and reward.judge.endpoint, found {found}"
-    if judge.model:
-        unread = {"endpoint_model": judge.endpoint_model, "api_key_env": judge.api_key_env}
-        name = next((name for name, value in unread.items() if value), None)
-        return name and f"reward.judge.{name} ({unread[name]}) needs reward.judge.endpoint, which is empty"
-    return endpoint_problem("reward.judge", judge)
+    return endpoint_problem("reward.judge", judge) if judge.endpoint else None
 
 
 def _text_problem(judge: Judge.Options, has_answers: bool) -> str | None:
@@ -243,10 +238,6 @@ def _text_problem(judge: Judge.Options, has_answers: bool) -> str | None:
         return (
             f"reward.judge.score_pattern ({shown(judge.score_pattern)}) must have a group: the parentheses that hold "
             "the score"
-        )
-    if not judge.min_score < judge.max_score:
-        return (
-            f"reward.judge.min_score ({judge.min_score:g}) must be below reward.judge.max_score ({judge.max_score:g})"
         )
     if judge.num_samples > 1 and judge.temperature == 0:
         return (

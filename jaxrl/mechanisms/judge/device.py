@@ -1,22 +1,15 @@
 """A judge on the rollout's devices: its sizes, how it is loaded, and the turns of its engine.
 
-Its engine is like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`). It works when
-the backend gives it a turn, or where nothing else is left to do.
-
-`judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from `reward.judge` and
-the judge's shapes alone, before anything is allocated. `jaxrl.run.memory` counts its parts with the rollout's, so
-the actor's KV pool takes what the judge leaves, and with those of gradients on freed devices.
+Its engine is like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`). Its layout is
+one tensor-parallel group of all of the rollout's devices: each streams its own share of a layer, and the host keeps one
+copy of the model. `judge_memory` decides its sizes before anything is allocated; the actor's KV pool takes what it
+leaves.
 
 Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host; the number of
 offloaded layers follows from memory and input lengths).
 
-The judge's layout is one tensor-parallel group of all of the rollout's devices: each streams its own share of a layer,
-over its own link, and the host keeps one copy of the model.
-
-A turn is one plan, which the host waits for, so no plan of the judge is in flight when the actor makes its next one.
-The host also sees the end of the actor's plan before the turn. So neither's seconds count as the other's (layouts learn
-from the actor's). The judge depends on no clock. Keys decide its tokens; its memory on the devices is allocated at the
-first turn of a rollout and freed before the update.
+A turn is one plan, which the host waits for. The host also sees the end of the actor's plan before the turn, so that
+neither's seconds count as the other's (layouts learn from the actor's). The judge depends on no clock.
 """
 
 from __future__ import annotations
@@ -24,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -53,7 +46,6 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.schema.limits import BYTES
-from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import host_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
@@ -162,21 +154,12 @@ def _bytes(weight: Weight, num_devices: int, size: int) -> int:
 
 
 class JudgeMachine:
-    """The judge's weights and programs.
-
-    Args:
-      quiet: waits until nothing else runs on these devices: the actor's plans, and gradients on freed devices.
-      alone: whether no program of the judge may run beside one of the actor.
-    """
+    """The judge's weights and programs. `quiet`: waits until nothing else runs on these devices: the actor's plans, and
+    gradients on freed devices; `alone`: whether no program of the judge may run beside one of the actor."""
 
     def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None], *, alone: bool) -> None:
         self._executor, self._weights, self._alone = executor, weights, alone
         self.wait_for_actor = quiet
-
-    @property
-    def programs(self) -> Sequence[CompiledPrograms]:
-        """To be compiled before the first turn."""
-        return self._executor.programs_of([self._executor.tp])
 
     @property
     def recompiles(self) -> int:
@@ -401,5 +384,5 @@ def build_judge(run: Run, mesh: Mesh) -> DeviceJudge:
     scoring = DeviceJudge(reading, engine, machine, judge)
     assert isinstance(pool, RewardPool), "a judge scores for a real run"
     pool.join("devices", scoring)
-    run.machine.add_programs(machine.programs, of_update=False)
+    run.machine.add_programs(executor.programs_of([executor.tp]), of_update=False)
     return scoring

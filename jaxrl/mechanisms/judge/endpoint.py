@@ -1,17 +1,12 @@
 """A judge at an OpenAI-compatible endpoint: it requests verdicts from a server.
 
-Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
-`requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
+Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests (`jaxrl.processes.endpoint_client`),
+while the trainer computes.
 
-Whatever the endpoint does costs the samples at hand, and never the run:
-
-- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`.
-- It does not answer in time: sent again, then a `timeout`.
-- It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
-- Its text holds no score: an `error`, counted as unparsed.
-
-Of a sample's several verdicts those that came count; a sample fails if none came. Each verdict says `outside` in its
-info: it depends on something outside the run, so it is journalled whole.
+Whatever the endpoint does costs the samples at hand, and never the run: after its retries a request is a `crash` (none
+was answered, 5xx, 429), a `timeout`, or an `error` (no chat completion, 4xx, a text without a score). Of a sample's
+several verdicts those that came count; a sample fails if none came. Each verdict says `outside` in its info: it depends
+on something outside the run, so it is journalled whole.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from typing import Any, TypeVar
 from jaxrl.config import Config
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import JudgeText
-from jaxrl.processes.endpoint_client import Client, Elapsed, EndpointRefused, RequestFailed, read_json
+from jaxrl.processes.endpoint_client import Client, EndpointRefused, RequestFailed, read_json
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -81,8 +76,6 @@ class EndpointJudge:
         return self._run(self._score(sample.key, messages))
 
     def step(self) -> bool:
-        if self._thread is not None and not self._thread.is_alive():
-            raise RunFailed("reward: the thread that asks the judge's endpoint ended")
         return False
 
     def take_metrics(self) -> dict[str, float]:
@@ -138,15 +131,14 @@ class EndpointJudge:
         body = request_body(judge, messages, judge.max_tokens) | {"temperature": judge.temperature}
         seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]
         bodies = [body if seed is None else {**body, "seed": seed} for seed in seeds]
-        times = [Elapsed() for _ in bodies]
-        asked = (self._client.ask(each, under_way) for each, under_way in zip(bodies, times, strict=True))
-        came = await asyncio.gather(*asked, return_exceptions=True)
+        came = await asyncio.gather(*map(self._client.ask, bodies), return_exceptions=True)
         for each in came:
             if isinstance(each, BaseException) and not isinstance(each, RequestFailed):
                 raise each
-        texts = [self._client.hide(each) for each in came if isinstance(each, str)]
+        answered = [each for each in came if isinstance(each, tuple)]
         failed = [each for each in came if isinstance(each, RequestFailed)]
-        seconds = max(each.seconds for each in times)
+        texts = [self._client.hide(text) for text, _ in answered]
+        seconds = max([*(each_s for _, each_s in answered), *(each.seconds for each in failed)])
         late = sum(each.status == "timeout" for each in failed)
         outside = {"outside": True, **({"timeouts": {"endpoint": late}} if late else {})}
         if not texts:

@@ -1,10 +1,8 @@
 """The questions to a judge about a sample, and the verdict that its responses give.
 
 `JudgeText` is the text side, the same on the run's devices and at an endpoint. On the devices there are two kinds of
-judge: a model that writes verdicts (`WrittenVerdicts`), and a reward model with a scalar head (`Scalars`).
-
-A response is put into a message unchanged. A response that speaks to the judge ("give this a 10") can therefore only
-persuade it, never change what is asked or how the verdict is read. Special tokens that it spells out stay text.
+judge: a model that writes verdicts (`WrittenVerdicts`), and a reward model with a scalar head (`Scalars`). Special
+tokens that a response spells out stay text, so that it can only persuade a judge.
 
 Source: RollPacker §4.3 (LLM-as-a-judge among the rewards). The scalar is read as transformers'
 `...ForSequenceClassification` reads it: at the last token that is not the pad token.
@@ -16,7 +14,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrl.config import Config, ConfigError
@@ -51,7 +48,7 @@ class JudgeText:
         return _conversation(self._judge, {"role": "user", "content": content})
 
     def score(self, text: str) -> float | None:
-        """The score of one verdict between 0 and 1; None if it holds none between min_score and max_score."""
+        """The score of one verdict between 0 and 1; None if it holds none from 0 to max_score."""
         last = None
         for last in self._pattern.finditer(text[-_MAX_READ_CHARS:]):  # noqa: B007  (of the matches, the last)
             pass
@@ -61,10 +58,10 @@ class JudgeText:
             score = float(last[1])
         except ValueError:
             return None
-        low, high = self._judge.min_score, self._judge.max_score
+        high = self._judge.max_score
         if float(last.groupdict().get("of") or high) != high:
             return None  # 4/5 is on another scale
-        return (score - low) / (high - low) if isfinite(score) and low <= score <= high else None
+        return score / high if 0 <= score <= high else None
 
     def read(self, texts: Sequence[str]) -> tuple[float, dict[str, Any]]:
         """(the reward, values to record) of a sample's verdicts: the mean of those that can be read. The values:
@@ -121,12 +118,8 @@ _SEED = 0x6A75646765
 
 
 class Reading:
-    """How one kind of judge reads a sample, and how its responses become a reward.
-
-    Attributes:
-      num_samples: responses of the judge to each sample. params: how they are drawn.
-      writes: whether a response of the judge follows what it reads.
-    """
+    """How one kind of judge reads a sample, and how its responses, of which there are `num_samples`, become a reward.
+    `writes`: whether a response of the judge follows what it reads."""
 
     num_samples = 1
     params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -173,11 +166,7 @@ class Reading:
 
 
 class WrittenVerdicts(Reading):
-    """A model that writes its verdicts (reward.kind=judge).
-
-    Args:
-      stop_token_ids: of the judge's model. seed: the run's.
-    """
+    """A model that writes its verdicts (reward.kind=judge)."""
 
     writes = True
 
@@ -199,10 +188,7 @@ class WrittenVerdicts(Reading):
 
 class Scalars(Reading):
     """A reward model (reward.kind=model): it reads question and response as a conversation; its number is the reward.
-
-    Args:
-      pad_id: tokens at a text's end that are not read; None: all are.
-    """
+    `pad_id`: tokens at a text's end that are not read; None: all are."""
 
     writes = False
 

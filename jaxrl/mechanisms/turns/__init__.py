@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt
 
-from jaxrl.mechanisms.turns.rule import Observed, TurnLimits, tokens_crc32, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import Observed, max_trajectory_tokens, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.schema.declared import Cap, Names
@@ -109,9 +109,6 @@ class Turns(Mechanism):
             float, Gt(0), MAX_WAIT, "Seconds until the calls of a turn are given up, each for itself."
         ] = 10.0
         num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
-        max_calls_per_worker: Annotated[
-            int, Ge(0), "Turns, or programs, after which a process is replaced; 0: never."
-        ] = 0
         max_memory_gib: Annotated[float, Ge(0), MAX_GIB, "GiB that each of them may take; 0: no limit."] = 4.0
         env: Annotated[list[str], "Environment variables of the run that they get."] = []
         group: Annotated[
@@ -234,7 +231,7 @@ class Turns(Mechanism):
         conversation = run.conversation
         assert conversation is not None, "environment.kind is on, and nothing answers turns"
         self._conversation, self._acting = conversation, conversation.acting
-        self._limits = TurnLimits.configured(run.config)
+        self._options, self._longest = run.config.environment, max_trajectory_tokens(run.config)
         self._journal, self._tracer, self._on_waiting = run.journal, run.timeline, run.on_waiting
         self.parking = self
         if run.config.environment.group:
@@ -302,7 +299,7 @@ class Turns(Mechanism):
     def on_request(self, request: Request, prompt: Prompt) -> Request:
         if request.key not in self._prompts:
             return request
-        params = replace(request.params, max_tokens=self._limits.max_trajectory_tokens)
+        params = replace(request.params, max_tokens=self._longest)
         return replace(request, session=request.key, params=params)
 
     def round_ends(self, end: RoundEnd) -> Mapping[str, float]:
@@ -422,7 +419,7 @@ class Turns(Mechanism):
         return key if self._info.is_training else replace(key, epoch=-1 - key.epoch)
 
     def _overdue(self) -> list[Observed]:
-        limit_s, now_s = self._limits.rollout_timeout_s, self._round.clock()
+        limit_s, now_s = self._options.rollout_timeout_s, self._round.clock()
         late = [self._named(key) for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
         self._acting.cancel(late)
         return [Observed(key, done=True, status="rollout_timeout") for key in late]
@@ -446,7 +443,10 @@ class Turns(Mechanism):
                 token_ids = self._conversation.tokens_of(answer.messages, sample.token_ids.tolist())
             except ValueError as refused:
                 stop, error = "error", str(refused)
-        stop = stop or self._limits.over(episode, len(sample), len(token_ids))
+        if not stop and 0 < self._options.max_turns <= len(episode.turns):
+            stop = "max_turns"
+        if not stop and len(sample) + len(token_ids) >= self._longest:  # one token has to have room behind the answer
+            stop = "max_trajectory_tokens"
         self._draw()
         if stop:
             turns = (*episode.turns[:-1], replace(turn, messages=()))

@@ -3,12 +3,10 @@
 `environment.kind=openai` names a function that is run once for each trajectory, in a worker process, and calls
 `/v1/chat/completions` at the address that it is given. `AgentPool` is the server behind it. To the round it is like any
 other environment: what the model says answers the program's request, and the next request holds the environment's
-answer. A conversation continues behind what was said before, so nothing is retokenised.
+answer. Each trajectory has its own key, the program's `api_key`, which identifies its requests.
 
-Each trajectory has its own key, the program's `api_key`, which identifies its requests. They come one at a time and
-begin with the row's messages. Each is the one before it, followed by the answer and something new; anything else is
-answered with status 400 and the rule. A program's state is its own: after a resume, or where its process has died, it
-is run again from its beginning, and given what the model had said, turn by turn.
+A program's state is its own: after a resume, or where its process has died, it is run again from its beginning, and
+given what the model had said, turn by turn.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Any
 
 from jaxrl.data.tool_calls import calls_in, seems_to_call
 from jaxrl.environments.env import Schema, is_answer
-from jaxrl.environments.worker import STARTED, AgentRequest
+from jaxrl.environments.worker import STARTED
 from jaxrl.mechanisms.turns.rule import Observed, row_of
 from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.scorers import Scored
@@ -148,7 +146,7 @@ class AgentPool:
         row, secret = row_of(prompt), secrets.token_urlsafe(24)
         session = Session(key, secret, row["messages"], said)
         self._sessions[key] = self._by_secret[secret] = session
-        session.outcome = self._pool.submit(pickle.dumps(AgentRequest(row, self.base_url, secret)))
+        session.outcome = self._pool.submit(pickle.dumps(("run", row, self.base_url, secret)))
         return session
 
     def _end(self, session: Session) -> None:

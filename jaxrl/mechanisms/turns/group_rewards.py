@@ -20,8 +20,7 @@ _KIND = "group"  # of entries in the journal
 
 
 class GroupRewards:
-    """Compares the trajectories of each group of a finished round by a class of the user's: what one is worth may
-    depend on the others of its prompt (`jaxrl.scheduling.mechanism.GroupRewards`).
+    """What trajectories are worth beside the others of their prompt (`jaxrl.scheduling.mechanism.GroupRewards`).
 
     A user's process computes the rewards, so they are written to the journal before they take effect: a step that runs
     again compares nothing anew.

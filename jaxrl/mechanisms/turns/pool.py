@@ -45,14 +45,9 @@ _PLURAL = {"timeout": "timeouts", "crash": "crashes"}
 
 
 class EnvironmentPool:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting`. Its processes begin to start when it is made.
-
-    Args:
-      log: the file for what environments print; None: it is dropped.
-
-    Raises:
-      ValueError: the file cannot be read, or `environment.env` names a variable that is not set.
-    """
+    """Implements `jaxrl.mechanisms.turns.rule.Acting`. Its processes begin to start when it is made. `log`: the file
+    for what environments print; None: it is dropped. Raises ValueError: the file cannot be read, or `environment.env`
+    names a variable that is not set."""
 
     keeps = True
 
@@ -66,9 +61,7 @@ class EnvironmentPool:
         if options.kind == "verifiers":
             args = {"id": options.id, "args": args}
         file, python = _file(options), str(Path(options.python).expanduser()) if options.python else ""
-        scorer = worker.EpisodeScorer(
-            options.kind, file, options.name, args, python, options.group, options.max_calls_per_worker
-        )
+        scorer = worker.EpisodeScorer(options.kind, file, options.name, args, python, options.group)
         of_turn, of_all = options.timeout_s + _SLACK_S, options.rollout_timeout_s
         limit = (of_all, "environment.rollout_timeout_s") if self._is_program else (of_turn, _TIMEOUT)
         settings = PoolSettings(
@@ -84,7 +77,8 @@ class EnvironmentPool:
             section="environment",
         )
         self._pool = Pool(settings)
-        self._pending: dict[Future[Scored], tuple[SampleKey, worker.TurnRequest, float]] = {}  # with when it was asked
+        # the row, its environment's state, what the model said, and when it was asked
+        self._pending: dict[Future[Scored], tuple[SampleKey, dict[str, Any], bytes | None, str, float]] = {}
         self._ended: queue.SimpleQueue[Future[Scored]] = queue.SimpleQueue()
         self._schemas: dict[str, Sequence[Schema]] = {}
         self._agents: AgentPool | None = None
@@ -119,7 +113,7 @@ class EnvironmentPool:
         name = row.get("environment") or ""
         try:
             if name not in self._schemas:
-                self._schemas[name] = self._ask(worker.SchemaRequest(name))["schemas"]
+                self._schemas[name] = self._ask("schemas", name)["schemas"]
         except ValueError as error:
             raise ValueError(f"{where}: {error}" if name else str(error)) from None  # the file's own is no row's
         try:
@@ -128,25 +122,14 @@ class EnvironmentPool:
             raise ValueError(f"{where}: {error}") from None
         return found if self._describes else []
 
-    def not_described(self, messages: Sequence[Mapping[str, str]]) -> str | None:
-        """The start's message where neither the chat template nor the first prompt describes a tool."""
-        names = [schema["function"]["name"] for schemas in self._schemas.values() for schema in schemas]
-        text = "\n".join(message["content"] for message in messages)
-        if self._describes or not names or any(name in text for name in names):
-            return None
-        return (
-            f"environment.describe_tools=false, and the first prompt names none of the tools ({', '.join(names)}): the "
-            "model cannot know of them; describe them in data.system_prompt"
-        )
-
     def problems(self, first: int, last: int, seed: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Rows of the environment's own by their numbers, each with the messages that begin its episode. Raises
         ValueError where it makes none."""
         for start in range(first, last, _ROWS):
-            asked = worker.ProblemRequest(start, min(start + _ROWS, last), seed)
-            yield from ((each["row"], each["messages"]) for each in self._ask(asked)["problems"])
+            found = self._ask("problems", start, min(start + _ROWS, last), seed)
+            yield from ((each["row"], each["messages"]) for each in found["problems"])
 
-    def _ask(self, request: worker.SchemaRequest | worker.ProblemRequest) -> dict[str, Any]:
+    def _ask(self, *request: Any) -> dict[str, Any]:
         self._pool.wait_ready()
         status, _, info, _ = self._pool.submit(pickle.dumps(request)).result()
         if status != "ok":
@@ -157,9 +140,9 @@ class EnvironmentPool:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
-        request = worker.TurnRequest(row_of(prompt), state, text, self._timeout_s)
-        future = self._pool.submit(pickle.dumps(request))
-        self._pending[future] = key, request, time.monotonic()
+        row = row_of(prompt)
+        future = self._pool.submit(pickle.dumps(("turn", row, state, text, self._timeout_s)))
+        self._pending[future] = key, row, state, text, time.monotonic()
         future.add_done_callback(self._ended.put)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -173,18 +156,18 @@ class EnvironmentPool:
             while True:
                 future = self._ended.get(timeout=0.0 if found else timeout_s)
                 if (pending := self._pending.pop(future, None)) is not None:
-                    key, request, since_s = pending
-                    observed = self._observed(key, request, future.result())
+                    key, row, before, text, since_s = pending
+                    observed = self._observed(key, row, before, text, future.result())
                     found.append(replace(observed, seconds=time.monotonic() - since_s))
         return found
 
     def compared(self, asked: Sequence[tuple[Prompt, Sequence[Trajectory]]]) -> list[list[float] | str]:
         """As `Conversation.compared`; waits for it."""
-        requests = [worker.GroupRequest(row_of(prompt), tuple(trajectories)) for prompt, trajectories in asked]
+        requests = [("compare", row_of(prompt), tuple(trajectories)) for prompt, trajectories in asked]
         futures = [self._pool.submit(pickle.dumps(request)) for request in requests]
         return [
-            read_rewards(future.result(), len(request.trajectories), self._timeout_s)
-            for request, future in zip(requests, futures, strict=True)
+            read_rewards(future.result(), len(trajectories), self._timeout_s)
+            for (_, trajectories), future in zip(asked, futures, strict=True)
         ]
 
     def close(self) -> None:
@@ -193,7 +176,9 @@ class EnvironmentPool:
             self._agents.close()
         self._pool.close()
 
-    def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
+    def _observed(
+        self, key: SampleKey, row: dict[str, Any], before: bytes | None, text: str, scored: Scored
+    ) -> Observed:
         status, reward, info, _ = scored
         if status == "ok":
             try:
@@ -203,14 +188,14 @@ class EnvironmentPool:
         if status == "timeout":
             info = {"error": f"no answer within {_TIMEOUT} ({self._timeout_s:g} s)"}
         error = str(info.get("error", status))
-        action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
+        action = Action.of(text, self._schemas.get(row.get("environment") or "", ()))
         if status == "error" or self._kind == "native" or not (action.calls or action.is_unread):
             return Observed(key, True, status=status, error=error)
         messages = tuple(tool_message(f"Error: {error}", *each) for each in enumerate(action.calls or [None]))
         number = len(messages)
         counts = {"tool_calls": number, "tool_errors": number, f"tool_{_PLURAL[status]}": number}
         # nothing has changed but what it did outside
-        return Observed(key, False, messages, state=request.state, metrics=counts)
+        return Observed(key, False, messages, state=before, metrics=counts)
 
 
 def _check_columns(row: Mapping[str, Any], where: str) -> None:

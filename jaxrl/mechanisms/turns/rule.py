@@ -26,30 +26,9 @@ STOPS = (
 observation has no room."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
-    """Limits of one trajectory, as in `environment`; 0: none."""
-
-    max_turns: int = 0
-    max_trajectory_tokens: int = 0
-    rollout_timeout_s: float = 0.0
-
-    @classmethod
-    def configured(cls, config: Config) -> TurnLimits:
-        """The rollout's own limit is always there."""
-        options = config.environment
-        longest = options.max_trajectory_tokens or config.data.max_response_length
-        return cls(options.max_turns, longest, options.rollout_timeout_s)
-
-    def over(self, episode: Episode, num_tokens: int, num_answered: int) -> str:
-        """Why a trajectory ends after its newest turn, though its environment would continue; empty: it does not end.
-        `num_tokens`: of the response, answers with it; `num_answered`: of the answer that would follow. One token at
-        least has to have room behind it."""
-        if self.max_turns and len(episode.turns) >= self.max_turns:
-            return "max_turns"
-        if num_tokens + num_answered >= self.max_trajectory_tokens:
-            return "max_trajectory_tokens"
-        return ""
+def max_trajectory_tokens(config: Config) -> int:
+    """The most tokens of a trajectory behind its prompt; the rollout's own limit is always there."""
+    return config.environment.max_trajectory_tokens or config.data.max_response_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +66,8 @@ Compared = Callable[[Sequence[tuple[Prompt, "Sequence[Trajectory]"]]], Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """How the turns of a run are answered, and how answers become tokens.
-
-    Attributes:
-      tokens_of: the tokens of an answer, given its messages and the tokens of the response; raises ValueError where the
-        chat template refuses it.
-    """
+    """How the turns of a run are answered, and how answers become tokens. `tokens_of`: the tokens of an answer, given
+    its messages and the tokens of the response; raises ValueError where the chat template refuses it."""
 
     acting: Acting
     has_turns: Callable[[Prompt], bool]  # whether a prompt has an environment

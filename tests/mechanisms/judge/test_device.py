@@ -50,7 +50,6 @@ class Reads:
 class Machine:
     """Counts how often the judge came to the devices."""
 
-    programs = ()
     recompiles = 0
     is_there = False
     entered = 0
