@@ -5,7 +5,8 @@
     python scripts/bench_sandbox.py --json out.json
 
 A path is a user and what the kernel is asked for: `root`, or `user`, an ordinary user, to whom root changes; with
-`-without-landlock`. Each runs in a process of its own. The hostile programs are in `scripts/bench/hostile/`.
+`-without-landlock`, `-without-namespaces` or `-bare` (neither); and `root-bubblewrap` and `user-bubblewrap` where there
+is a `bwrap` on PATH. Each runs in a process of its own. The hostile programs are in `scripts/bench/hostile/`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import stat
 import statistics
 import subprocess
@@ -27,34 +29,42 @@ from bench.canaries import Canaries, attack_once, trivial
 from bench.hostile import ATTACKS, Attack
 
 from jaxrl.config.rewards import CodeSection
-from jaxrl.processes.process_tree import prctl
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.orders import Means
 from jaxrl.rewards.sandbox.probe import choose_means, find_means
-from jaxrl.rewards.sandbox.processes import libc
+from jaxrl.rewards.sandbox.processes import NEW_MOUNTS, libc, prctl
 
 ORDINARY_USER = 64_321
 LIMIT_S = 0.6
-_SET_DUMPABLE, _NEW_MOUNTS = 4, 0x00020000
+_SET_DUMPABLE = 4
 _PRIVATE, _BIND = (1 << 18) | (1 << 14), (1 << 12) | (1 << 14)
 
 
 def paths() -> list[str]:
     """What there is to try here."""
     users = ["root", "user"] if os.geteuid() == 0 else ["user"]
-    ways = ["", "-without-landlock"]
+    ways = ["", "-without-landlock", "-without-namespaces", "-bare"] + (
+        ["-bubblewrap"] if shutil.which("bwrap") else []
+    )
     return [user + way for user in users for way in ways]
 
 
 def scorer_of(path: str) -> CodeScorer:
     """What runs programs on a path; this process has become its user."""
-    return CodeScorer(CodeSection(max_memory_mib=256), means=means_of(path.partition("-")[2]))
+    way = path.partition("-")[2]
+    if way == "bubblewrap":
+        return CodeScorer(CodeSection(max_memory_mib=256, sandbox="bubblewrap"))
+    return CodeScorer(CodeSection(max_memory_mib=256), means=means_of(way))
 
 
 def means_of(way: str) -> Means:
     means = choose_means("auto", find_means())
-    return replace(means, landlock=0) if way == "without-landlock" else means
+    if way in ("without-landlock", "bare"):
+        means = replace(means, landlock=0)
+    if way in ("without-namespaces", "bare"):
+        means = replace(means, namespaces=False)
+    return means
 
 
 def open_python() -> None:
@@ -64,7 +74,7 @@ def open_python() -> None:
     if closed is None:
         return
     inner = closed / Path(sys.base_prefix).relative_to(closed).parts[0]
-    libc("unshare", _NEW_MOUNTS)
+    libc("unshare", NEW_MOUNTS)
     libc("mount", b"none", b"/", None, _PRIVATE, None)
     fd = os.open(inner, os.O_PATH | os.O_DIRECTORY)
     libc("mount", b"none", str(closed).encode(), b"tmpfs", 0, b"mode=755,size=1m")
@@ -76,8 +86,9 @@ def open_python() -> None:
 
 def become(path: str) -> None:
     """Gives this process the user of a path."""
-    if os.geteuid() == 0 and path.startswith("user"):
+    if os.geteuid() == 0 and (path.startswith("user") or path.endswith("bubblewrap")):
         open_python()
+    if os.geteuid() == 0 and path.startswith("user"):
         os.setgroups([])
         os.setresgid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
         os.setresuid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)

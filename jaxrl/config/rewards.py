@@ -68,8 +68,9 @@ class CodeSection(Section):
         Literal["all", "share"], "The reward; all: 1 if every test passes, else 0; share: the share that passes."
     ] = "all"
     sandbox: Annotated[
-        Literal["auto", "none"],
-        "What locks a program in; auto: seccomp, Landlock and resource limits; none: nothing, for trusted programs.",
+        Literal["auto", "fork", "bubblewrap", "none"],
+        "What locks a program in; auto: fork; fork: a fork server with seccomp, Landlock and resource limits; "
+        "bubblewrap: namespaces; none: nothing, for trusted programs alone.",
     ] = "auto"
     timeout: Annotated[
         Literal["adaptive", "fixed"],

@@ -1,9 +1,13 @@
 """Model-written programs, scored by running them against tests in a sandbox (`reward.kind=code`).
 
 Source: RollPacker §4.3 (a sandbox beside the rollout, a time limit per test case). The program is taken from the
-response, the tests from the prompt's columns (`jaxrl.rewards.programs`). The worker process that this runs in has the
-sandbox's fork server as a child. A test case that takes too long, a program that ends early, and one that takes too
-much memory are wrong answers, and not errors of the scorer.
+response, the tests from the prompt's columns (`jaxrl.rewards.programs`), and `jaxrl.rewards.sandbox` runs one against
+the other. The worker process that this runs in has the sandbox's fork server as a child.
+
+A test case that takes too long, a program that ends early, and one that takes too much memory are wrong answers, and
+not errors of the scorer; the record distinguishes them. With `reward.code.score=all` the first wrong case decides.
+With `share`, `reward.code.max_failing_s` bounds what the cases that a program does not pass may take together. A
+program that passes is never ended by it, however slow it is.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ from jaxrl.mechanisms.reward_timeouts import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.orders import MAX_OUTPUT_KIB, Execution, Means
+from jaxrl.rewards.sandbox.orders import Execution, Limits, Means
+from jaxrl.rewards.sandbox.probe import choose_means
 
 if TYPE_CHECKING:
     from jaxrl.config.rewards import CodeSection
 
 _MAX_ERROR = 500
+MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB = 32, 16, 256  # of one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +41,10 @@ class _Case:
 
 @dataclass(slots=True)
 class CodeScorer:
-    """Runs a response's program against the prompt's tests. `means`: what locks programs in; None for what
-    `reward.code.sandbox` chooses on the machine that loads this.
+    """Runs a response's program against the prompt's tests.
+
+    Attributes:
+      means: what locks programs in; None for what `reward.code.sandbox` chooses on the machine that loads this.
 
     It records `passed` and `cases` (test cases), `correct` (all passed), and `case_s` (seconds of each case that ran,
     in order). `cut_off` counts cases that their time limit ended, `timeouts` the same by the kind of limit. `error`
@@ -56,8 +64,11 @@ class CodeScorer:
     def load(self) -> None:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
-        self._sandbox = Sandbox(code.max_memory_mib, code.sandbox, self.means, needs_files=bool(code.command))
-        self._sandbox.start()
+        limits = Limits(code.max_memory_mib, MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB)
+        self._sandbox = Sandbox(limits, self.means, bubblewrap=code.sandbox == "bubblewrap")
+        there = self._sandbox.start()
+        if self.means is None:
+            self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))
 
     def close(self) -> None:
         if self._sandbox is not None:

@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from bench.hostile import Attack
-from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import SandboxFailed
+from jaxrl.rewards.sandbox.processes import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 _WATCHED = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/run/lock", str(ROOT), os.path.dirname(os.__file__))

@@ -3,10 +3,13 @@
 import json
 import os
 import platform
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +18,12 @@ from bench.hostile import ATTACKS, Attack
 from ended import have_ended
 
 from jaxrl.config.rewards import CodeSection
-from jaxrl.processes.process_tree import children
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.orders import Means
+from jaxrl.rewards.sandbox.orders import Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
+from jaxrl.rewards.sandbox.processes import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp and Landlock are Linux's")
@@ -73,11 +76,13 @@ def test_canaries_notice_what_nothing_holds(canaries: Canaries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["", "-without-landlock"])
+@pytest.mark.parametrize("way", ["", "-without-landlock", "-without-namespaces", "-bare", "-bubblewrap"])
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_every_attack_on_every_path(user: str, way: str):
     if user == "root" and os.geteuid() != 0:
         pytest.skip("needs root")
+    if way == "-bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("needs bwrap on PATH")
     words = [sys.executable, "scripts/bench_sandbox.py", "--path", user + way, "--rounds", "5", "--json", "-"]
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
     done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
@@ -91,11 +96,12 @@ def test_server_ends_with_its_client(tmp_path: Path):
     code = """
 import os, sys, threading, time
 from jaxrl.rewards.sandbox.client import Sandbox
-sandbox = Sandbox(256)
-sandbox.start()
+from jaxrl.rewards.sandbox.orders import Limits
+sandbox = Sandbox(Limits(256, 32, 0, 64))
+sandbox.means = sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
-from jaxrl.processes.process_tree import descendants
-while not (found := descendants(sandbox.pid)):
+from jaxrl.rewards.sandbox.processes import descendants
+while len(found := descendants(sandbox.pid)) < 2:
     time.sleep(0.01)
 print(sandbox.pid, *found, flush=True)
 os.kill(os.getpid(), 9)
@@ -104,7 +110,7 @@ os.kill(os.getpid(), 9)
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
     pids = list(map(int, done.stdout.split()))
-    assert len(pids) >= 2
+    assert len(pids) >= 3
     assert have_ended(pids, 20.0)
 
 
@@ -136,27 +142,88 @@ else:
 }
 
 
-def test_programs_with_threads_leave_no_zombies():
-    with closing(Sandbox(256)) as sandbox:
-        sandbox.start()
-        before = children(sandbox.pid)
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_programs_with_threads_leave_no_zombies(namespaces: bool):
+    with closing(Sandbox(Limits(256, 32, 16, 64), None if namespaces else Means())) as sandbox:
+        means = sandbox.start()
+        sandbox.means = replace(means, namespaces=namespaces and means.namespaces)
+        before = descendants(sandbox.pid)
         for text in THREADS.values():
             for _ in range(3):
                 sandbox.script(text, "", 0.2)
-        assert children(sandbox.pid) == before
+        assert descendants(sandbox.pid) == before
+
+
+ORPHANS = """
+import ctypes, os, time
+name = ctypes.CDLL(None).prctl
+name(15, b"a program")
+for _ in range(2):
+    if os.fork() == 0:
+        if os.fork() == 0:
+            name(15, b"an orphan")
+            time.sleep(600)
+        os._exit(0)
+time.sleep(600)
+"""
+CLIENT = """
+import sys, threading
+from bench_sandbox import become, means_of
+become(sys.argv[1])
+from jaxrl.rewards.sandbox.client import Sandbox
+from jaxrl.rewards.sandbox.orders import Limits
+sandbox = Sandbox(Limits(256, 32, 4, 64))
+sandbox.start()
+sandbox.means = means_of("")
+print(sandbox.pid, int(sandbox.means.namespaces), flush=True)
+sandbox.script(sys.argv[2], "", 600.0)
+"""
+
+
+@pytest.mark.parametrize("user", ["root", "user"])
+def test_orphans_end_where_all_of_ours_is_killed_at_once(user: str):
+    """Each process of ours is stopped, then killed, so that none can end what a program left."""
+    if user == "root" and os.geteuid() != 0:
+        pytest.skip("needs root")
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    words = [sys.executable, "-c", CLIENT, user, ORPHANS]
+    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        server, namespaces = map(int, client.stdout.readline().split())
+        names: dict[int, str] = {}
+        while list(names.values()).count("an orphan") < 2 or len(set(names.values())) < 3:
+            names = {pid: name_of(pid) for pid in descendants(server)}
+            assert client.poll() is None
+        ours = [client.pid, server, *(pid for pid, name in names.items() if name not in ("a program", "an orphan"))]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in ours:
+                os.kill(pid, number)
+    theirs = [pid for pid in names if pid not in ours]
+    is_over = have_ended(theirs, 20.0 if namespaces else 1.0)
+    for pid in theirs:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert is_over or not namespaces, "docs/code-rewards.md says so of machines without namespaces"
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def test_a_program_has_the_limits_that_it_is_given():
     """Each by itself: where memory is also counted for all processes of a program, no attack shows that one is gone."""
     program = "import resource as r; print(*(r.getrlimit(k)[1] for k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_CORE)))"
-    for memory_mib in (256, 512):
-        with closing(Sandbox(memory_mib)) as sandbox:
-            sandbox.start()
+    for memory_mib, file_mib in ((256, 0), (512, 64)):
+        with closing(Sandbox(Limits(memory_mib, 32, file_mib, 64))) as sandbox:
+            sandbox.means = choose_means("auto", sandbox.start())
             ran = sandbox.script(program, "", 20.0)
         assert ran.end == "exit", ran.errors
         memory, size, core = map(int, ran.output.split())
         assert memory_mib << 20 <= memory < (memory_mib + 256) << 20, "what the interpreter has mapped comes on top"
-        assert (size, core) == (0, 0)
+        assert (size, core) == (file_mib << 20, 0)
 
 
 def test_a_killed_server_is_replaced(scorer: CodeScorer):
@@ -168,8 +235,9 @@ def test_a_killed_server_is_replaced(scorer: CodeScorer):
 
 def test_nothing_is_run_where_nothing_locks_in():
     nothing = Means()
-    with pytest.raises(ValueError, match=r"reward\.code\.sandbox=auto: .*libseccomp2.*sandbox=none"):
-        choose_means("auto", nothing)
+    for sandbox in ("auto", "fork"):
+        with pytest.raises(ValueError, match=rf"reward\.code\.sandbox={sandbox}: .*libseccomp2.*sandbox=none"):
+            choose_means(sandbox, nothing)
     assert choose_means("none", Means(landlock=7, seccomp=True)) == nothing
     with pytest.raises(ValueError, match=r"reward\.code\.command .* no Landlock"):
         choose_means("auto", Means(seccomp=True), needs_files=True)
@@ -177,7 +245,7 @@ def test_nothing_is_run_where_nothing_locks_in():
 
 def test_an_unlocked_process_gives_no_verdict():
     """A lock that cannot be set is no wrong answer."""
-    with closing(Sandbox(256)) as sandbox:
+    with closing(Sandbox(Limits(256, 32, 0, 64))) as sandbox:
         sandbox.means = Means(landlock=99, seccomp=True, user_ids=(-9, -3))
         sandbox.start()
         with pytest.raises(SandboxFailed, match="could not run a program"):

@@ -7,11 +7,12 @@ the turn, and `SECONDS` a program.
 import threading
 
 from jaxrl.rewards.sandbox.client import Sandbox
+from jaxrl.rewards.sandbox.orders import Limits
+from jaxrl.rewards.sandbox.probe import choose_means
 
 SECONDS = 5.0
-_MAX_OUTPUT = 16_384  # characters that are kept
-_sandbox = Sandbox(memory_mib=512)
-_sandbox.start()
+_sandbox = Sandbox(Limits(memory_mib=512, processes=32, file_mib=0, output_kib=16))
+_sandbox.means = choose_means("auto", _sandbox.start())
 _one_at_a_time = threading.Lock()
 
 
@@ -23,10 +24,9 @@ def python(code: str) -> str:
     """
     with _one_at_a_time:
         ran = _sandbox.script(code, "", SECONDS)
-    end = "output" if len(ran.output) > _MAX_OUTPUT else ran.end
-    if end != "exit":
+    if ran.end != "exit":
         why = {"time": f"it took longer than {SECONDS:g} s", "output": "it wrote too much", "memory": "memory was full"}
-        return f"{ran.output[:_MAX_OUTPUT]}\nError: the program was ended: {why.get(end, end)}".strip()
+        return f"{ran.output}\nError: the program was ended: {why.get(ran.end, ran.end)}".strip()
     if ran.code:
         return f"{ran.output}\nError: {ran.errors.strip()[-1000:]}".strip()
     return ran.output or "(it printed nothing)"

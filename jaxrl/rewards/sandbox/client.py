@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox.locks import environment
-from jaxrl.rewards.sandbox.orders import Execution, Means, Order
-from jaxrl.rewards.sandbox.probe import choose_means
+from jaxrl.rewards.sandbox.orders import Execution, Limits, Means, Order
+from jaxrl.rewards.sandbox.probe import bubblewrap
 
 _START_S = 60.0
 _CLOSE_S = 20.0  # for what a program left to be ended, on a loaded machine
@@ -29,12 +29,17 @@ class SandboxFailed(Exception):
 
 
 class Sandbox:
-    """Runs programs, one at a time. Its server ends with `close`, or with this process. `means`: what locks programs
-    in; None: what `mode` (`reward.code.sandbox`) chooses of what this machine has, given `needs_files`."""
+    """Runs programs, one at a time. Its server ends with `close`, or with this process.
 
-    def __init__(self, memory_mib: int, mode: str = "auto", means: Means | None = None, *, needs_files: bool = False):
-        self._memory_mib, self._mode, self._needs_files = memory_mib, mode, needs_files
+    Attributes:
+      means: what locks programs in; as long as there is nothing, nothing is run.
+      bubblewrap: whether the server, and all that it runs, is in bubblewrap's namespaces.
+    """
+
+    def __init__(self, limits: Limits, means: Means | None = None, *, bubblewrap: bool = False):
+        self.limits = limits
         self.means = means
+        self.bubblewrap = bubblewrap
         self._server: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._owner = 0
@@ -44,13 +49,19 @@ class Sandbox:
         assert self._server is not None, "start() comes first"
         return self._server.pid
 
-    def start(self) -> None:
-        """Starts the server, and waits until it is warm. Raises SandboxFailed where it does not start; ValueError: this
-        machine has nothing that `mode` allows."""
+    def start(self) -> Means:
+        """Starts the server, waits until it is warm, and returns what it finds on this machine to lock programs in.
+
+        Raises:
+          SandboxFailed: it does not start.
+          ValueError: bubblewrap cannot be had here.
+        """
         self.close()
+        wrapping, user = bubblewrap() if self.bubblewrap else ([], None)
         self._sock, theirs = socket.socketpair()
         self._owner = os.getpid()
-        command = [sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno())]
+        caged = "caged" if self.means is None or self.means.namespaces else "free"
+        command = [*wrapping, sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno()), caged]
         with theirs:
             try:
                 self._server = subprocess.Popen(
@@ -60,13 +71,14 @@ class Sandbox:
                     env=environment(),
                     cwd="/",
                     pass_fds=[theirs.fileno()],
+                    user=user,
+                    group=user,
+                    extra_groups=None if user is None else [],
                 )
             except OSError as error:
                 self._gone(error)
         found = self._receive(_START_S)
-        if self.means is None:
-            there = Means(**{**found, "user_ids": tuple(found["user_ids"])})
-            self.means = choose_means(self._mode, there, needs_files=self._needs_files)
+        return Means(**{**found, "user_ids": tuple(found["user_ids"])})
 
     def script(self, text: str, stdin: str, limit_s: float, command: Sequence[str] = ()) -> Execution:
         """Runs a program that reads its standard input and writes to its standard output."""
@@ -82,11 +94,11 @@ class Sandbox:
         if self._sock is None:
             self.start()
         assert self._sock is not None
-        assert self.means is not None
+        assert self.means is not None, "start() says what there is to choose from"
         fds = [_unnamed_file(text), _unnamed_file(data)]
         try:
             socket.send_fds(self._sock, [b"f"], fds)
-            self._sock.sendall(pickle.dumps(Order(means=self.means, memory_mib=self._memory_mib, **asked)))
+            self._sock.sendall(pickle.dumps(Order(means=self.means, limits=self.limits, **asked)))
         except OSError as error:
             self._gone(error)
         finally:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MAX_PROCESSES, MAX_OUTPUT_KIB = 32, 256
-"""Of one program: processes at once, threads counted, and what it writes."""
-
 
 @dataclass(frozen=True)
 class Means:
@@ -16,6 +13,17 @@ class Means:
     landlock: int = 0  # its ABI; 0: none
     seccomp: bool = False
     user_ids: tuple[int, ...] = ()  # for root, the first and last of the ids that nothing has
+    namespaces: bool = False  # of mounts, for an ordinary user of users, and of processes where the kernel has them
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of one program."""
+
+    memory_mib: int  # beyond what the fork server has mapped
+    processes: int  # at once, threads counted
+    file_mib: int  # in a scratch folder; 0: it has none
+    output_kib: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Order:
     limits_s: Sequence[float]  # of each case; the last is of those beyond as well
     default_limit_s: float  # of a script, and of all cases where there are no limits of theirs
     means: Means
-    memory_mib: int  # of one process, beyond what the fork server has mapped, and of all together
+    limits: Limits
     command: Sequence[str] = ()  # what runs the program's text, in place of Python
     modules: Sequence[str] = ()  # that the tests import
 

@@ -28,6 +28,10 @@ _FREE = """
     sched_get_priority_max sched_get_priority_min getcpu getpriority msync fadvise64
 """  # reach nothing beyond the process, or only read what Landlock lets it read
 _OPEN = "open openat readlink readlinkat chdir"  # and `/proc`'s links to other processes' files: as Landlock decides
+_WRITE = """
+    creat mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 link linkat symlink symlinkat truncate ftruncate
+    fsync fdatasync fallocate
+"""  # in a scratch folder, as Landlock decides
 
 _NEW_NAMESPACES = 0x7E028000  # and a sibling instead of a child
 _SHARED, _ANONYMOUS = 0x01, 0x20
@@ -64,15 +68,22 @@ def _library() -> ctypes.CDLL:
 
 class Filter:
     """The system calls that a process and all its children may make. A filter made before a fork costs the fork
-    nothing. `files`: whether it may open files, which Landlock decides; `signals`: whether it may signal any process
-    that Landlock or its user lets it signal; else itself alone. Raises OSError: there is no libseccomp, or it
-    refuses."""
+    nothing.
 
-    def __init__(self, *, files: bool, execute: bool, signals: bool):
+    Args:
+      files: whether it may open files, which Landlock decides.
+      write: whether it may change a scratch folder.
+      execute: whether it may run other programs.
+      signals: whether it may signal any process that Landlock or its user lets it signal; else itself alone.
+
+    Raises OSError: there is no libseccomp, or it refuses.
+    """
+
+    def __init__(self, *, files: bool, write: bool, execute: bool, signals: bool):
         self._signals = signals
         self._context = ctypes.c_void_p(_library().seccomp_init(c_uint32(_ERRNO | errno.EPERM)))
         self._call("seccomp_attr_set", _ON_OTHER_ARCHITECTURE, c_uint32(_KILL_PROCESS))
-        names = [_FREE, *[_OPEN] * files, *["execve"] * execute, *["kill tgkill"] * signals]
+        names = [_FREE, *[_OPEN] * files, *[_WRITE] * write, *["execve"] * execute, *["kill tgkill"] * signals]
         for name in " ".join(names).split():
             self._rule(_ALLOW, name, [])
         for name, ways in _TESTED.items():

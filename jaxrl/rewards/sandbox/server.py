@@ -18,11 +18,12 @@ import socket
 import sys
 from typing import NoReturn
 
-from jaxrl.processes.process_tree import DEATH_SIGNAL, adopt_orphans, prctl
 from jaxrl.rewards.sandbox.orders import Order
 from jaxrl.rewards.sandbox.probe import find_means
+from jaxrl.rewards.sandbox.processes import make_cage, prctl
 from jaxrl.rewards.sandbox.supervisor import Supervisor
 
+_DEATH_SIGNAL, _ADOPT_ORPHANS = 1, 36  # prctl's options
 _PRELOADED = """
     abc argparse array ast asyncio base64 bisect calendar cmath collections.abc concurrent.futures.thread contextlib
     copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions functools gc glob hashlib heapq html
@@ -34,9 +35,9 @@ _PRELOADED = """
 
 
 def main() -> NoReturn:
-    prctl(DEATH_SIGNAL, signal.SIGKILL)
-    adopt_orphans()
-    sock = socket.socket(fileno=int(sys.argv[2]))
+    prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    prctl(_ADOPT_ORPHANS, 1)
+    sock, is_caged = socket.socket(fileno=int(sys.argv[2])), sys.argv[3] == "caged"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _keep_only_pythons_folders()
@@ -45,7 +46,9 @@ def main() -> NoReturn:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    stream, reply = sock.makefile("rb"), vars(find_means())
+    means = find_means()
+    first = make_cage() if is_caged and means.namespaces else 0
+    stream, reply = sock.makefile("rb"), vars(means)
     with contextlib.suppress(OSError, EOFError):  # the client is gone
         while True:
             sock.sendall(json.dumps(reply).encode() + b"\n")
@@ -54,7 +57,7 @@ def main() -> NoReturn:
             try:
                 for name in order.modules:
                     importlib.import_module(name)
-                reply = vars(Supervisor(order, sock).run(*fds))
+                reply = vars(Supervisor(order, sock, first).run(*fds))
             except (OSError, ImportError) as error:
                 reply = {"failed": str(error)}
     os._exit(0)

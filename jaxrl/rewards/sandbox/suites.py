@@ -1,7 +1,9 @@
 """The tests, which run in the checker's process, and the outcome of each case.
 
 A name of the program's is a `Remote` here: calling it sends the arguments over, and returns the result, made of
-Python's own types. So assertions, expected values, tolerances and random inputs stay on this side. Tests are:
+Python's own types. So assertions, expected values, tolerances and random inputs stay on this side. A program fails the
+test if it ends its process, prints a verdict, patches builtins or returns an object that equals everything. A test that
+looks into the program's code or patches it fails too. Tests come in these forms:
 
 - calls: a name, and arguments with the expected value of each call (LiveCodeBench, APPS);
 - a function `check(candidate)` (HumanEval): each statement of its body that holds an assertion is a case, with the
@@ -9,8 +11,8 @@ Python's own types. So assertions, expected values, tolerances and random inputs
 - statements (MBPP): each statement that holds an assertion is a case, with those before it;
 - test functions and classes (KodCode, in pytest's manner): each is a case, with all its parameters.
 
-A name that the tests do not define is the prompt's, else Python's or numpy's (`_Names`), else the program's. `import
-solution` gives the program's names.
+A name that the tests do not define is the problem's if its prompt defines it (a helper of HumanEval's). Else it is
+Python's or numpy's if they have it (`_Names`), or the program's. `import solution` gives the program's names.
 """
 
 from __future__ import annotations
@@ -263,7 +265,10 @@ class _Names(dict[str, Any]):
 
     `math.isclose` is Python's, even if the program uses the name `math`: a name is a module if the module has the
     attributes that the tests use. A bare `isclose` is Python's as well, unless the tests call nothing else, which is
-    what they test. `entry`: the function that is tested, where the tests say so.
+    what they test.
+
+    Args:
+      entry: the function that is tested, where the tests say so.
     """
 
     def __init__(self, link: Link, tree: ast.Module, entry: str):

@@ -1,8 +1,8 @@
 """One execution: forks the program, and the checker where there is one, keeps the time, and leaves nothing behind.
 
 All of it runs in the fork server, as a server has one execution at a time. A program's orphans become children of the
-server. A program cannot leave its process group, as the filter refuses `setsid` and `setpgid`: one signal to the group
-ends all of it at once.
+server, or of the first process of its namespace. A program cannot leave its process group, as the filter refuses
+`setsid` and `setpgid`: one signal to the group ends all of it at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ import socket
 import time
 from typing import Any
 
-from jaxrl.processes.process_tree import descendants, kill
 from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
-from jaxrl.rewards.sandbox.orders import MAX_OUTPUT_KIB, Execution, Order
-from jaxrl.rewards.sandbox.processes import proportional, resident
+from jaxrl.rewards.sandbox.orders import Execution, Order
+from jaxrl.rewards.sandbox.processes import descendants, proportional, resident
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
 _PATIENCE_S = 5.0  # for killed processes to be gone
@@ -32,10 +31,15 @@ _LOCKED_IN = b"locked in"
 
 
 class Supervisor:
-    """Runs an order in this process, which has one thread. `control`: the client's socket, whose end ends it."""
+    """Runs an order in this process, which has one thread.
 
-    def __init__(self, order: Order, control: socket.socket):
-        self._order, self._control = order, control
+    Args:
+      control: the client's socket: its end ends the execution.
+      first: the first process of the namespace that forks are born in; 0: there is none.
+    """
+
+    def __init__(self, order: Order, control: socket.socket, first: int):
+        self._order, self._control, self._first = order, control, first
         with open("/proc/self/statm", "rb") as file:
             self._mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self._execution = Execution()
@@ -62,7 +66,7 @@ class Supervisor:
         order, (low, high) = self._order, self._order.means.user_ids or (0, 3)
         user = random.SystemRandom().randrange(low, high - 1) & ~1 if low else 0  # the next one is the checker's
         if order.means.seccomp:  # made here once, and not in each fork
-            make_filter(order.means, execute=bool(order.command))
+            make_filter(order.means, has_scratch=order.limits.file_mib > 0, execute=bool(order.command))
         out, err, null = self._pipe(self._output), self._pipe(self._errors), os.open(os.devnull, os.O_RDWR)
         ends = [text, data, out, err, null]
         fds = {0: data if order.role == "script" else null, 1: out, 2: err, program.JOB: text}
@@ -99,7 +103,7 @@ class Supervisor:
 
     def _fork(self, fds: dict[int, int], user: int, role: str) -> int:
         """Starts a process with these descriptors. Returns the one that says when it is locked in."""
-        server = os.getpid()
+        parent = 0 if self._first else os.getpid()
         ready, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -108,7 +112,7 @@ class Supervisor:
                 _arrange({**fds, program.READY: theirs})
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the server ignores
                     signal.signal(number, signal.SIG_DFL)
-                lock_in(self._order, user_id=user, parent=server, mapped=self._mapped)
+                lock_in(self._order, user_id=user, parent=parent, mapped=self._mapped)
                 os.write(program.READY, _LOCKED_IN)
                 os.close(program.READY)
                 if self._order.command:
@@ -157,7 +161,7 @@ class Supervisor:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return False
-        into, most = self._streams[fd], MAX_OUTPUT_KIB * 1024
+        into, most = self._streams[fd], self._order.limits.output_kib * 1024
         into += data
         if into is self._report:
             *lines, into[:] = into.split(b"\n")
@@ -182,22 +186,27 @@ class Supervisor:
 
     def _look_at_memory(self) -> None:
         """One process keeps its limit itself; of several, the sum counts as well."""
-        pids = set(descendants(os.getpid())) - set(self._pids[1:])
-        most = self._order.memory_mib * MIB + self._mapped
+        pids = set(self._running()) - set(self._pids[1:])
+        most = self._order.limits.memory_mib * MIB + self._mapped
         if len(pids) > 1 and sum(map(resident, pids)) > most and sum(map(proportional, pids)) > most:
             self._execution.end = self._execution.end or "memory"
 
+    def _running(self) -> list[int]:
+        return [pid for pid in descendants(os.getpid()) if pid != self._first]
+
     def _end(self) -> None:
         for pid in reversed(self._pids):  # a checker that outlived the program would report its end as a result
-            kill(pid, group=True)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + _PATIENCE_S
-        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        while (left := self._running()) and time.monotonic() < deadline:
             for pid in left:
-                kill(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
             time.sleep(0.0005)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
         for fd in self._streams:
             while self._read(fd):  # what is left is there already, as all writers are gone
                 pass
