@@ -56,7 +56,7 @@ def swap_in_the_middle(options: argparse.Namespace, tp: int) -> bool:
         if len(swapped) == 1:  # one response has ended, the others go on in the new layout
             done = engine.switch(tp)  # by="recompute" would prefill again what "migrate" copies
             print(
-                f"tp {done.from_tp} -> {done.to_tp} with {done.num_live} responses under way, "
+                f"tp {done.from_tp} -> {done.to_tp} with {len(done.seats)} responses under way, "
                 f"the keys and values of {done.num_moved} tokens moved"
             )
     on_the_way = [swapped[key] for key in sorted(swapped)]
