@@ -15,13 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from jaxrl.scheduling.mechanism import Mechanism, PhaseOrder
+from jaxrl.scheduling.mechanism import Mechanism, PhaseOrder, Step
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.types import Group, RunFailed
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.loop import CurrentStep
     from jaxrl.run.run import Run
     from jaxrl.sim.clock import SimulatedConcurrently
 
@@ -117,7 +116,7 @@ class OneStepOff(Mechanism, PhaseOrder):
         """The update beside a round cannot be undone, and its step ends only when both have ended."""
         return self._together is not None and self._together.busy
 
-    def update(self, step: CurrentStep, groups: Sequence[Group]) -> tuple[Any, Any]:
+    def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any]:
         """Raises RunFailed where the round beside an update ended early: the update cannot be taken back."""
         if step.is_last:
             return super().update(step, groups)

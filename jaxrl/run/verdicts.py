@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
 from jaxrl.rewards.reward_metrics import FailureWarnings
+from jaxrl.scheduling.mechanism import ScoreLimits
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
-    from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
     from jaxrl.rewards.reward_pool import RewardPool
     from jaxrl.sim.scoring import ScoringWorkers
 
@@ -48,7 +48,7 @@ class Verdicts:
         scoring: Scoring,
         clock: Callable[[], float],
         journal: Journal | None = None,
-        limits: AdaptiveTimeouts | None = None,
+        limits: ScoreLimits | None = None,
     ) -> None:
         self._scoring, self._clock, self._journal, self._limits = scoring, clock, journal, limits
         self._step, self._round = -1, 0

@@ -29,15 +29,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult
-from jaxrl.scheduling.rounds.events import Command, Launch
+from jaxrl.scheduling.rounds.events import Command, Launch, Verdict
 from jaxrl.scheduling.rounds.round import BatchSettings
-from jaxrl.types import Group, Prompt, Sample, SampleKey
+from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.loop import CurrentStep
-    from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
-    from jaxrl.mechanisms.stream_trainer.session import StreamSession
     from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
     from jaxrl.run.run import Run
@@ -142,6 +139,25 @@ class RoundEnd:
 # -- what one mechanism supplies ---------------------------------------------------------------------------------------
 
 
+class Step(Protocol):
+    """A step of the loop whose update is due, as a `PhaseOrder` runs it."""
+
+    step: int
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def collect(self, waiting: Sequence[Group] | None = None) -> Any:
+        """Runs the round of the next step. `waiting`: the batch of the next update, where that is not the round's."""
+        ...
+
+    def learn(self, track: str = "loop") -> Any:
+        """Runs the update of this step, drawn on a track."""
+        ...
+
+    def leave_rollout(self) -> None: ...
+
+
 class PhaseOrder:
     """The order of a step's update and the next step's round. This one runs the update alone."""
 
@@ -157,10 +173,46 @@ class PhaseOrder:
         """Whether a requested stop has to wait, because something is running that cannot be undone."""
         return False
 
-    def update(self, step: CurrentStep, groups: Sequence[Group]) -> tuple[Any, Any]:
-        """Returns what `step.collect` and `step.learn` returned; None in place of the first where no round was run."""
+    def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any]:
+        """Returns what `Step.collect` and `Step.learn` returned; None in place of the first where no round was run."""
         step.leave_rollout()
         return None, step.learn()
+
+
+class GradientSource(Protocol):
+    """Computes gradients of a batch before its update begins."""
+
+    def look(self) -> None:
+        """The commands that answer an event of a training round have been carried out."""
+        ...
+
+    def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
+        """Returns batches of which the trainer has the gradients already."""
+        ...
+
+    def update_ends(self) -> Mapping[str, float]:
+        """Returns metrics of the update."""
+        ...
+
+    def abandon(self) -> None:
+        """The step is dropped before its update: the trainer has not moved."""
+        ...
+
+
+class ScoreLimits(Protocol):
+    """Time limits for scoring the samples of training rounds."""
+
+    def limits(self, prompt: Prompt) -> tuple[float, ...]:
+        """Seconds by test case; empty: the scorer's own."""
+        ...
+
+    def is_close(self, prompt: Prompt, verdict: Verdict) -> bool:
+        """Whether other time limits might have changed a verdict."""
+        ...
+
+    def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
+        """A verdict has come on a sample that was submitted with these limits."""
+        ...
 
 
 class Parking(Protocol):
@@ -256,8 +308,8 @@ class Mechanism:
     searched: ClassVar[Searched | None] = None
 
     phase_order: PhaseOrder | None = None
-    gradient_source: StreamSession | None = None  # computes gradients of a batch before its update begins
-    score_limits: AdaptiveTimeouts | None = None  # time limits for scoring the samples of training rounds
+    gradient_source: GradientSource | None = None
+    score_limits: ScoreLimits | None = None
     parking: Parking | None = None
     device_user: DeviceUser | None = None
     group_rewards: GroupRewards | None = None

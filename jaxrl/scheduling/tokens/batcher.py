@@ -38,7 +38,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -54,13 +53,11 @@ from jaxrl.scheduling.tokens.plan import (
     Seat,
     Tables,
     VerifyCounts,
+    VerifyRule,
     check_request,
 )
 from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Finished, Preempted, TraceEvent
 from jaxrl.scheduling.tokens.rows import Response, Rows, StopCheck
-
-if TYPE_CHECKING:
-    from jaxrl.mechanisms.speculation.rule import DraftRule
 
 UNLIMITED = 1 << 30
 _FEW = 4  # rows that get blocks one by one, in less time than arrays take
@@ -81,7 +78,7 @@ class BatcherConfig:
     decode_steps: int = 16
     max_model_len: int | None = None
     spread_samples: bool = False
-    verify_rule: Callable[[], DraftRule] | None = None
+    verify_rule: Callable[[], VerifyRule] | None = None
 
 
 @dataclass(slots=True)

@@ -303,6 +303,19 @@ class Seat:
     decodes: bool
 
 
+class VerifyRule(Protocol):
+    """Decides plan by plan whether its steps verify proposed tokens; a mechanism's."""
+
+    def decides(self, rows: int, context: int) -> bool:
+        """Whether the next plan verifies; its fullest dp group has `rows` rows with `context` tokens in total. Called
+        once for each plan that could."""
+        ...
+
+    def saw(self, counts: VerifyCounts) -> None:
+        """Takes in what a plan that verified has brought, all rows together."""
+        ...
+
+
 class Ticket(Protocol):
     """A plan that was submitted and not yet collected."""
 
