@@ -203,7 +203,7 @@ class Profiler:
         for lane in range(len(live)):
             kv.blocks.free(lane)  # no row lives on: only the blocks move
         seats: dict[int, Seat] = {}
-        return Relayout(executor.tp, target, after, kv, (), seats, ())
+        return Relayout(executor.tp, target, after, kv, (), seats, (), 0)
 
     def _fullest(self, move: Relayout) -> int:
         counts = [0] * self.executor.sizes.num_groups

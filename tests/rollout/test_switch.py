@@ -68,6 +68,7 @@ def run(engine: Engine, asked: list[Request], degrees: tuple[int, ...], how: str
         if due and step >= ready and decoded and engine.batcher.num_running > 5:
             switched = engine.switch(due.pop(0), how)  # pyright: ignore[reportArgumentType]
             ready = step + 2
+            assert switched.num_live > 1, "the batch was to be in the middle"
             assert (switched.num_moved > 0) == (how == "migrate")
             check_blocks(engine.batcher.blocks)
         for finished in engine.step():

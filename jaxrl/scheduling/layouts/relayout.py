@@ -72,6 +72,7 @@ class Relayout:
       rows: those that decode in the new layout without a prefill.
       seats: of the requests that keep their KV, by request id.
       evicted: requests without room in the new layout: they wait, and are recomputed.
+      num_live: rows before the change.
     """
 
     from_tp: int
@@ -81,6 +82,7 @@ class Relayout:
     rows: tuple[ResidentRow, ...]
     seats: Mapping[int, Seat]
     evicted: tuple[int, ...]
+    num_live: int
     times: TimeTaken = TimeTaken()
 
     @property
@@ -150,6 +152,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
         rows=tuple(resident_row(by_id[i], seat) for i, seat in seats.items() if seat.decodes),
         seats=seats,
         evicted=tuple(evicted),
+        num_live=len(by_id),
     )
 
 

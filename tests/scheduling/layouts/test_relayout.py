@@ -55,7 +55,8 @@ def run(engine: Engine, requests: Sequence[Request], switches: dict[int, tuple[i
         if step in switches:
             tp, how = switches[step]
             if tp != engine.executor.tp:  # pyright: ignore[reportAttributeAccessIssue]
-                engine.switch(tp, how)  # pyright: ignore[reportArgumentType]
+                switched = engine.switch(tp, how)  # pyright: ignore[reportArgumentType]
+                assert switched.num_live <= len(engine.unfinished())
                 check_blocks(engine.batcher.blocks)
         for finished in engine.step():
             assert finished.request_id not in samples, "told twice"
@@ -98,6 +99,7 @@ def test_the_youngest_give_way_where_the_pool_shrinks():
     before = engine.counters.preemptions
     switched = engine.switch(1)
     rows = rows_of(engine.batcher)
+    assert switched.num_live == 8
     assert [len(each) for each in rows] == [1] * 8, "a pool of eight blocks holds one request with what it grows by"
     assert not switched.evicted
     engine.switch(8, "recompute")
