@@ -58,7 +58,8 @@ def test_replay_and_evaluation(ran, capsys: pytest.CaptureFixture[str]):
     runs, whole, _ = ran
     last = lines_of(whole, "samples.jsonl")[-1]
     assert main(["replay", str(whole), "--sample", last["key"]]) == 0
-    (runs.folder / "val.jsonl").write_text('{"question": "other", "answer": "1"}\n')
+    rows = [json.dumps({"question": f"other {i}", "answer": "1"}) for i in range(8)]  # for some the scorer crashes
+    (runs.folder / "val.jsonl").write_text("\n".join(rows))
     own = [f"--config={whole / 'config.yaml'}", f"data.val_files={runs.folder / 'val.jsonl'}"]
     assert main(["eval", *own, f"--checkpoint={whole}"]) == 0
     assert "mean_reward" in capsys.readouterr().out
