@@ -7,8 +7,7 @@ Without spare groups and responses it is the synchronous round. It refuses event
 buffers).
 
 Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (groups
-that are left out); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its
-samples).
+that are left out); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its samples).
 
 Departures:
 
