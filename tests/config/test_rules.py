@@ -69,7 +69,25 @@ RULES = [
     ("reward.parts.f={kind: length, pattern: a}", "reward.parts.f.pattern ('a') needs reward.parts.f.kind=format"),
     ("reward.parts.f={kind: length, free_tokens: 999}", "must be below data.max_response_length"),
     ("reward.parts.f={kind: format, pattern: a, free_tokens: 3}", "needs reward.parts.f.kind=length, found format"),
+    ("reward.kind=judge", "needs one of reward.judge.model and reward.judge.endpoint, found neither"),
+    ("reward.kind=judge reward.judge={model: m, prompt: '{question}'}", "must have the field {response}"),
+    ("reward.kind=judge reward.judge={model: m, score_pattern: '('}", "reward.judge.score_pattern ('(') is no regular"),
+    ("reward.kind=judge reward.judge={model: m, score_pattern: a}", "reward.judge.score_pattern"),
+    ("reward.kind=model", "reward.judge.model is missing: reward.kind=model needs a reward model's folder"),
+    ("reward.kind=model reward.judge={model: m, endpoint: 'http://h/v1'}", "reward.judge.endpoint"),
+    ("reward={kind: model, judge: {model: m}, domains: {a: {kind: judge}}}", "reward.kind is model, and another kind"),
+    ("environment.kind=verifiers", "environment.kind=verifiers needs environment.id"),
+    ("environment={kind: verifiers, id: a, python: p} data.system_prompt=s", "begin with prompts of their own"),
+    ("environment={kind: openai, path: a.py, group: g}", "environment.group (g) needs environment.kind tools, class"),
+    ("environment={kind: tools, path: a.py} data.apply_chat_template=false", "needs data.apply_chat_template"),
+    ("environment={kind: tools, path: a.py} data.apply_chat_template_kwargs={tools: []}", "kwargs.tools excludes env"),
+    (
+        "environment={kind: tools, path: a.py, reward: last} algorithm.adv_estimator=grpo_turns",
+        "algorithm.adv_estimator=grpo_turns excludes environment.reward=last",
+    ),
+    ("environment={kind: tools, path: a.py} rollout.stop=[x]", "rollout.stop excludes environment.kind"),
 ]
+
 
 FILES = [
     ("a.gin", "rollout = 3\n", "line 1: rollout is a section: give its options one by one, as rollout.option = value"),
