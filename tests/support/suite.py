@@ -182,7 +182,7 @@ def slowness() -> float:
             total += number
         return time.process_time() - began_s
 
-    return max(min(loop_s() for _ in range(3)) / 0.025, 1.0)
+    return max(min(loop_s() for _ in range(3)) / 0.02, 1.0)
 
 
 def lines(folder: str) -> int:
