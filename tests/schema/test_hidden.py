@@ -1,5 +1,6 @@
-"""Secrets in texts: a key in the forms in which a server repeats it, and passwords in URLs."""
+"""Secrets in texts: a key in every form in which a server may repeat it, and passwords in URLs."""
 
+import base64
 import html
 import itertools
 import json
@@ -14,11 +15,25 @@ KEY = 'sk-Very"secret/+\\K%9 z&'
 FORMS = {
     "as it is": lambda key: key,
     "JSON": json.dumps,
+    "JSON in JSON": lambda key: json.dumps(json.dumps(key)),
+    "JSON, all by number": lambda key: "".join(f"\\u{ord(each):04x}" for each in key),
     "repr": repr,
+    "by number": lambda key: "".join(f"\\x{ord(each):02X}" for each in key),
     "of a URL": lambda key: quote(key, safe=""),
     "of a path": quote,
     "of a form": quote_plus,
+    "of a URL in a URL": lambda key: quote(quote(key, safe=""), safe=""),
+    "all percent": lambda key: "".join(f"%{ord(each):02x}" for each in key),
     "HTML": html.escape,
+    "HTML by number": lambda key: "".join(f"&#{ord(each)};" for each in key),
+    "hexadecimal": lambda key: key.encode().hex(),
+    "base64": lambda key: base64.b64encode(key.encode()).decode(),
+    "base64 of a header": lambda key: base64.b64encode(f"Bearer {key}".encode()).decode(),
+    "base64 of a pair": lambda key: base64.b64encode(f"me:{key}\n".encode()).decode(),
+    "base64 of one more": lambda key: base64.b64encode(f"x{key}yy".encode()).decode(),
+    "base64 for URLs": lambda key: base64.urlsafe_b64encode(f"??{key}".encode()).decode(),
+    "base64 in a URL": lambda key: quote(base64.b64encode(f"??{key}".encode()).decode(), safe=""),
+    "base64 in lines": lambda key: base64.encodebytes(bytes(range(50)) + key.encode()).decode(),
 }
 
 
@@ -49,11 +64,11 @@ def test_passwords_of_urls(told: str, shown: str):
 
 
 def test_other_text_stays():
-    text = "Score: 7. The secret is very out; sk-very-secreT, %73%6b"
+    text = "Score: 7. The secret is very out; sk-very-secreT, c2stdmVyeS1, %73%6b"
     assert hider("sk-very-secret")(text) == hider("")(text) == text
 
 
-@pytest.mark.parametrize("text", ["\\", "://a:x", "%25"])
+@pytest.mark.parametrize("text", ["\\", "://a:x", "c2sd", "%25"])
 def test_the_time_grows_with_the_length(text: str):
     hide, took_s = hider("sk-very-secret"), []
     for count in (1 << 14, 1 << 17):

@@ -89,6 +89,10 @@ def raw(body: bytes) -> Behaviour:
     return lambda handler: handler.reply(body)
 
 
+def raw_status(code: int, body: str) -> Behaviour:
+    return lambda handler: handler.reply(body.encode(), code)
+
+
 def status(code: int, message: str = "no", **headers: str) -> Behaviour:
     body = json.dumps({"error": {"message": message}}).encode()
     return lambda handler: handler.reply(body, code, **headers)
