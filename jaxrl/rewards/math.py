@@ -2,9 +2,9 @@ r"""Answers to mathematical problems: the final one in a response, compared with
 
 `jaxrl.rewards.answers` finds the final answer, `jaxrl.rewards.quantities` reads plain numbers with units. Comparison
 tries cheap exact tests first: the same text, choice, number, or elements of a list, interval or set. It leaves the rest
-to `math-verify`. What that would evaluate has been bounded before (`jaxrl.rewards.sizes`): towers of powers and
-factorials would take gigabytes. A decimal in an expression is an exact fraction, and a decimal for an expression such
-as `\sqrt{2}` must be that number rounded or cut.
+to `math-verify`. Its input has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would take
+gigabytes. A decimal in an expression is an exact fraction, and a decimal for an expression such as `\sqrt{2}` must be
+that number rounded or cut.
 
 Departures: math-verify compares floats to six places, and constants to fifteen; here the digits of a number say how
 many places count. It takes letters for complex numbers; here they are real in an expression with a root. It reads i as
@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxrl.rewards.answers import Extract, after_thinking, extract_answer, last_line, last_stated, marked_answer
 from jaxrl.rewards.quantities import NAMED, Quantity, clean, quantity, same_quantity, to_number, unwrapped
-from jaxrl.rewards.sizes import TooLarge, digits
+from jaxrl.rewards.sizes import digits
 
 __all__ = ["Extract", "equal", "extract_answer", "load", "marked_answer", "score", "to_number"]
 
@@ -139,10 +139,9 @@ def _equal(answer: str, reference: str, depth: int) -> tuple[bool, str]:
             return decided, "elements"
     if max(len(answer), len(reference)) > _MAX_SYMPY_CHARS:
         return False, "length"
-    try:
-        return _math_verify(answer, reference), "math_verify"
-    except TooLarge:
+    if digits(answer) is None or digits(reference) is None:
         return False, "size"
+    return _math_verify(answer, reference), "math_verify"
 
 
 def _qualified(text: str) -> tuple[str, str] | None:
@@ -313,13 +312,12 @@ def _same_value(answer: str, reference: str) -> bool:
         return [each.xreplace({x: I for x in each.free_symbols if str(x) == "i"}) for each in letters]
 
     ours, theirs = read(answer), read(reference)
-    # two fractions of this size differ there
-    places = 15 + sum(digits(each) for each in (*ours, *theirs) if not isinstance(each, str))
     x, y = quantity(answer), quantity(reference)
     if (x or y or Quantity(Fraction(0))).places is not None:  # at most one of them is a number
         x, y = x or _constant(ours), y or _constant(theirs)
         if x is not None and y is not None:
             return same_quantity(x, y)
+    places = 15 + (digits(answer) or 0) + (digits(reference) or 0)  # two fractions of this size differ there
 
     def agree(ours: list[Any], theirs: list[Any]) -> bool:
         return verify(theirs, ours, numeric_precision=places, timeout_seconds=None, allow_set_relation_comp=True)
