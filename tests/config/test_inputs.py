@@ -15,6 +15,8 @@ from jaxrl.config.inputs import reading, strict_json
         ('{"a": 1, "b": {"c": 2, "c": 2}}', "key 'c' stands twice in one object"),
         ('{"a": NaN}', "NaN is no number in JSON"),
         ("[" * 200_000, "nested too deeply"),
+        ('{"a": "\\ud800"}', "'a' holds half a character (\\ud800 without its other half)"),
+        ('["\\udc00"]', "it holds half a character (\\udc00 without its other half)"),
     ],
 )
 def test_what_pythons_json_lets_pass_is_refused(content: str, words: str):

@@ -1,11 +1,14 @@
 """Options that do not fit each other: a row for each rule, with what its sentence must name."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from jaxrl.config import ConfigError
 from jaxrl.config.files import load
+from jaxrl.config.functions import UserFile, read_user_file, user_function
+from jaxrl.config.verl_options import advice_by_word
 
 RULES = [
     ("data.train_files=[a.jsonl]", "data.task and data.train_files exclude each other"),
@@ -160,3 +163,53 @@ def _overrides(text: str) -> list[str]:
         else:
             words.append(word)
     return words
+
+
+FUNCTIONS = [
+    ("def other(): ...", "must define a function 'score', found other: reward.name=other"),
+    ("def a(): ...\ndef b(): ...", "must define a function 'score', found a, b (reward.name names one)"),
+    ("score = 3", "must define a function 'score', found int"),
+    ("class score: ...", "score is a class: name an instance of it, as x in x = score()"),
+    ("async def score(text): ...", "score must be an ordinary function, found an async one"),
+    ("def score(text):\n    yield 1", "score must be an ordinary function, found a generator"),
+    ("def score(other): ...", "score must take (text, answer), by these names; found (other): missing a"),
+    ("score = max", "found a function without a signature that can be read"),
+    ("\n1 / 0", "failed in line 2 with ZeroDivisionError: division by zero"),
+    ("a = (", "failed in line 1 with SyntaxError: '(' was never closed"),
+    ("# coding: klingon", "cannot be read as text: unknown encoding"),
+]
+
+
+@pytest.mark.parametrize(("text", "rule"), FUNCTIONS, ids=[rule[:40] for _, rule in FUNCTIONS])
+def test_a_file_without_the_function_that_is_asked_for(text: str, rule: str, tmp_path: Path):
+    (tmp_path / "r.py").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        user_function(
+            ("reward.path", "reward.name"),
+            read_user_file("reward.path", str(tmp_path / "r.py")),
+            "score",
+            ("text", "answer"),
+        )
+    with pytest.raises(ValueError, match=r"^reward\.path: no such file: /"):
+        read_user_file("reward.path", str(tmp_path / "gone.py"))
+
+
+def test_a_function_may_take_one_of_its_arguments():
+    file = UserFile("r.py", "def score(other): ...\ndef fits(answer): ...")
+    options = ("reward.path", "reward.name")
+    assert user_function(options, file, "fits", ("text", "answer"), takes_all=False)(answer=1) is None
+    with pytest.raises(ValueError, match=r"score must take one of text, answer; found \(other\)"):
+        user_function(options, file, "score", ("text", "answer"), takes_all=False)
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("xyzzy", None),
+        ("lora", "here it is model.lora_rank"),
+        ("strategy", "there is no FSDP or Megatron"),
+    ],
+)
+def test_what_a_word_of_verls_is_here(word: str, found: str | None):
+    said = advice_by_word(word)
+    assert said is None if found is None else found in said
