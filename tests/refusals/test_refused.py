@@ -192,10 +192,6 @@ def second_line(text: str, said: str, *options: str) -> Refusal:
     return data(f", line 2{said}", writes(f"{LINE}\n{text}\n"), *options)
 
 
-def messages(said: str, value: Any) -> Refusal:
-    return second_line(json.dumps(GOOD | {"m": value}), f": {said}", "data.messages_key=m")
-
-
 DATA = (
     data(": a data file must end in .jsonl, .jsonl.gz or .parquet", writes("q,a\n", "a.csv"), name="a.csv"),
     data(": holds no rows", writes("\n \n\r\n")),
@@ -210,11 +206,6 @@ DATA = (
         "or this is not a parquet file.)",
         cut_table,
         name="a.parquet",
-    ),
-    messages("'m' (data.messages_key) must be a list of messages with text in 'role' and 'content', found []", []),
-    messages(
-        "'m' (data.messages_key): the last message must be the user's, which is to be answered, found assistant",
-        [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
     ),
     data(
         "no held-out prompts: all 1 are longer than data.max_prompt_length (4 tokens)",
