@@ -44,10 +44,9 @@ _TENSOR, _CHANNEL = (None, None), (1, None)
 
 
 def read_blocks(fields: Fields) -> tuple[Block, ...]:
-    """The blocks that a model's scales may have, from its config.json; () for plain weights. Raises ValueError for
-    an unsupported form of quantisation."""
-    if (content := fields.get("quantization_config")) is None:
-        return ()
+    """The blocks that a model's scales may have, from the `quantization_config` of its config.json. Raises ValueError
+    for an unsupported form of quantisation."""
+    content = fields.get("quantization_config")
     if not isinstance(content, Mapping):
         fields.wrong("quantization_config", "an object")
     own = Fields(content, f"{fields.file}: quantization_config")

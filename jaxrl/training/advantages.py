@@ -260,8 +260,8 @@ def _kl_penalties(
 ) -> list[np.ndarray]:
     if not algorithm.use_kl_in_reward:
         return [np.zeros(len(sample)) for sample in samples]
-    if logprobs is None or ref_logprobs is None:
-        raise ValueError("algorithm.use_kl_in_reward needs the policy's and the reference model's log-probabilities")
+    assert logprobs is not None, "computed, because of the KL"
+    assert ref_logprobs is not None, "computed, because of the KL"
     found: list[np.ndarray] = []
     for sample, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True):
         kl = kl_estimate(np.asarray(ours, np.float64), np.asarray(ref, np.float64), algorithm.kl_penalty)
@@ -270,8 +270,7 @@ def _kl_penalties(
 
 
 def _reward(sample: Sample) -> float:
-    if sample.reward is None:
-        raise ValueError(f"sample {sample.key} has no reward: advantages come after scoring")
+    assert sample.reward is not None, f"sample {sample.key} has no reward: advantages come after scoring"
     return float(sample.reward)
 
 
