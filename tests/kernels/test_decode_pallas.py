@@ -194,7 +194,8 @@ def test_a_row_does_not_depend_on_the_others():
 def test_the_devices_platform_decides(implementation, platform, interpret, decodes):
     how = choose_paged(implementation, platform, interpret=interpret)
     assert how.decodes(12, 2, 128, "bfloat16") == decodes
-    assert not how.decodes(12, 2, 24, "bfloat16")
+    for heads, kv_heads, dim in ((12, 2, 24), (5, 2, 128), (4096, 1, 128)):
+        assert not how.decodes(heads, kv_heads, dim, "bfloat16")
 
 
 # ---------------------------------------------------------------- lowering for CUDA, without a GPU

@@ -68,6 +68,8 @@ def test_what_the_kernel_refuses():
         ({}, Rule(16), None, r"window \(16\)"),
         ({}, Rule(), np.zeros(6, np.float32), "sinks"),
         ({"dim": 64}, Rule(), None, r"head_dim \(64\) must be a multiple of 128"),
+        ({"dtype": "float32"}, Rule(), None, r"rollout.dtype \(float32\) must be bfloat16"),
+        ({"size": 12}, Rule(), None, r"rollout.block_size \(12\) must be a multiple of 8"),
     ):
         words = rf"rollout.attention \(pallas\) must be auto or reference: .*{reason}"
         with pytest.raises(ValueError, match=words):

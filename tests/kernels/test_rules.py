@@ -80,7 +80,9 @@ def test_packed_rows(how, window, cap, has_sinks):
 
         def attend(q, k, v, sinks):
             if how is None:
-                return reference.packed_attention(q, k, v, mask, cap, sinks)
+                plain = attention.choose_packed("reference", "cpu", attention.Heads(6, 2, 16, dtype, cap))
+                assert plain.num_keys(44) == 44
+                return plain.attend(q, k, v, mask, plain.tile_pairs(mask, dtype), sinks)
             if not isinstance(how, Tiling):
                 tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
                 return packed_pallas.packed_attention(q, k, v, mask, tiles=tiles, interpret=True, sinks=sinks)

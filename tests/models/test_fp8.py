@@ -171,6 +171,11 @@ def test_damaged_files_are_refused_with_the_tensor(how, message, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported; it must be 'e4m3'"),
+        (BLOCKS | {"weight_block_size": [128]}, "weight_block_size ([128]) must be two whole numbers above 0"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not supported; weights must"),
+        (compressed(), "config_groups ({}) must be an object with a group of matrices at least"),
+        (compressed(group("token")), "config_groups.group_0.weights: strategy 'token' is not supported; it must be"),
         ({"quant_method": "awq"}, "quant_method 'awq' is not supported; it must be 'fp8', 'mxfp4' or 'compressed-"),
         (compressed(group("tensor", num_bits=4)), "config_groups.group_0.weights: num_bits 4 is not supported"),
     ],

@@ -49,7 +49,7 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
         add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}.get(
             type(value), writer.add_float32
         )
-        add(f"{arch}.{key}", value)
+        add(key if key.startswith("split.") else f"{arch}.{key}", value)
     table = jax.tree.leaves_with_path(config.weights(), is_leaf=lambda x: isinstance(x, Weight))
     parts: dict[str, list[tuple[tuple[int, int], np.ndarray]]] = {}
     for (path, weight), param in zip(table, jax.tree.leaves(params), strict=True):
@@ -223,6 +223,16 @@ def test_unsupported_files_are_refused(tmp_path):
     write(tmp_path / "surplus.gguf", config, params, tensors={"blk.0.extra.weight": np.zeros((3,), np.float32)})
     with pytest.raises(ValueError, match=r"surplus.gguf: tensor blk.0.extra.weight of shape \(3,\) has no place"):
         load_model(tmp_path / "surplus.gguf")
+    for metadata, words in (
+        ({"split.count": 3}, r"split.count 3 is not supported; use a single file"),
+        ({"expert_count": 4}, r"expert_count 4 is not supported; models of this kind are dense"),
+        ({"attention.sliding_window": 9}, r"attention.sliding_window is not supported; attention must be full everywh"),
+        ({"rope.dimension_count": 8}, r"rope.dimension_count \(8\) must equal the head's size \(16\)"),
+        ({"rope.scaling.type": "longrope"}, r"rope.scaling.type 'longrope' is not supported; use 'none', 'linear'"),
+    ):
+        write(tmp_path / "m.gguf", config, params, metadata=metadata)
+        with pytest.raises(ValueError, match=f"m.gguf: {words}"):
+            load_model(tmp_path / "m.gguf")
     (tmp_path / "short.gguf").write_bytes((tmp_path / "surplus.gguf").read_bytes()[:-5000])
     with pytest.raises(ValueError, match=r"short\.gguf: truncated or not a GGUF file \(cannot reshape array"):
         load_model(tmp_path / "short.gguf")

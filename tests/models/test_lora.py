@@ -175,6 +175,9 @@ def test_modules_of_a_folder(tmp_path: Path, wanted: object, excluded: object, f
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported; the base must be as"),
         ({"target_modules": ["layers.0.mlp.up_proj"], "exclude_modules": []}, "without model.layers.1.mlp.up_proj"),
         ({"target_modules": "(q"}, "target_modules ('(q') must be a list of names or a regular expression (missing )"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported; it must be 'LORA'"),
+        ({"target_modules": ["c_attn"]}, "target_modules (['c_attn']) must be names of matrices in this model's la"),
+        ({"exclude_modules": [1]}, "exclude_modules ([1]) must be a list of names or a regular expression"),
         ({"r": 0}, "r (0) must be a whole number from 1 to 4096"),
     ],
 )

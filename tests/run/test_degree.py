@@ -80,6 +80,19 @@ def test_it_is_among_what_is_possible(tmp_path: Path, layout: dict[str, Any], ro
     assert planned_degree(c, MODEL, 8, None)[0].rollout.tp == expected
 
 
+@pytest.mark.parametrize(
+    ("layout", "rollout", "words"),
+    [
+        ({}, {"num_workers": 2}, r"profile \(.*\) is of 8 devices: the rollout has 4 in each worker$"),
+        ({"degrees": [2, 4]}, {}, r"holds tp 1, 8, none of which 8 devices and rollout.layout.degrees allow"),
+        ({"profile": ""}, {}, r"^rollout.layout.profile is missing: rollout.tensor_model_parallel_size=auto needs"),
+    ],
+)
+def test_profiles_that_do_not_do(tmp_path: Path, layout: dict[str, Any], rollout: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        planned_degree(config({"profile": write(tmp_path / "p.json", 1, 8)} | layout, **rollout), MODEL, 8, None)
+
+
 def test_degrees_that_do_not_fit_into_memory_are_left_out(tmp_path: Path):
     """The weights of the rollout and one request: at tp 1 and 2 they do not fit beside the training state."""
     c = config({"profile": write(tmp_path / "p.json")}, memory_fraction=1.0)
@@ -102,6 +115,8 @@ def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     assert chosen.rollout.tp == 2
     assert len(said) == 1
     assert "auto is 2" in said[0]
+    assert with_degree(c, mesh, said.append, c.with_tp(4)).rollout.tp == 4
+    assert said[1] == "rollout.tensor_model_parallel_size: auto stays 4, as this run began"
 
 
 def test_rows_that_have_no_room_come_in_waves():

@@ -94,3 +94,27 @@ def test_what_training_sends():
     found = update_traffic(model, 16, 2)
     assert found.into_host == pytest.approx((2 * (2 * layers + head) + 4 * (layers + head)) / 2, rel=1e-3)
     assert explain_layout(model, 16, 1, num_hosts=2).endswith("gradients; 27.7 GB come into each host")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ((8, 1, 1), "KV: 8 pools, one per dp group; each device holds all 4 key/value heads of its pool"),
+        ((8, 2, 1), "KV: 4 pools, one per dp group; each key/value head is on one device of its group"),
+        ((8, 8, 1), "KV: one pool; each key/value head is on 2 devices of its group (4 heads, tp 8)"),
+        ((5, 1, 1), "sends 0.0 GB of weights, 0.0 GB of gradients, 48.7 GB of gradients of copies"),
+        ((16, 16, 2), "and 0.41 MB for each token of a prefill, in 57 sums one after another"),
+        ((0, 1, 1), "--devices must be at least 1 and at most 16384, found 0"),
+        ((8, 0, 1), "--tp must be at least 1, found 0"),
+        ((8, 1, 3), "--hosts (3) must divide the number of devices (8)"),
+        ((12, 8, 1), "tp (8) on 12 devices must be one of 1, 2, 4, 12"),
+    ],
+)
+def test_what_is_said_of_a_layout(numbers: tuple[int, int, int], words: str):
+    """5 divides no dim: a device sends 2 * 4 / 5 of 7.6e9 numbers of four bytes. A sum is of 3584 of two bytes."""
+    devices, tp, hosts = numbers
+    try:
+        said = explain_layout(named_shape("Qwen2.5-7B"), devices, tp, num_hosts=hosts)
+    except ValueError as error:
+        said = str(error)
+    assert words in said

@@ -33,6 +33,9 @@ def test_a_flip_or_a_cut_in_any_file_is_found_and_the_older_checkpoint_used(tmp_
         assert_restores(folder, 2)
         file.write_bytes(whole)
     assert_restores(folder, 4)
+    (folder / "4" / "manifest.json").write_bytes((folder / "2" / "manifest.json").read_bytes())
+    (folder / "6").write_text("no folder")
+    assert_restores(folder, 2)
 
 
 @pytest.mark.parametrize(("name", "number"), [("manifest.json", errno.ESTALE), ("host/metadata", errno.EMFILE)])

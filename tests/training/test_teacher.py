@@ -185,6 +185,8 @@ def test_what_a_teacher_is_told(tmp_path: Path):
         return tokenizer.decode(found.token_ids, skip_special_tokens=False)
 
     assert told(config_of()) == "<|im_start|>user\n1+1? {question} ({question}): 1+1<|im_end|>\n"
+    with pytest.raises(ValueError, match=r"prompt 3 \(sums\): its question is not in the rendered prompt as it is"):
+        with_context(Prompt(0, 3, (1, 2), "1 + 1", "sums", extra={}, question="1+1"), config_of(), tokenizer)
     with pytest.raises(ValueError, match=r"prompt 3 \(sums\): the teacher's prompt has \d+ tokens, more than .* \(41"):
         told(config_of(max_context_length=1), "123456789")
 
@@ -265,7 +267,7 @@ def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make
 def test_what_is_refused(tmp_path: Path):
     policy = write_tiny_model(tmp_path / "policy")
 
-    def read(folder: Path) -> ModelConfig | None:
+    def read(folder: Path, policy: Path = policy) -> ModelConfig | None:
         config = from_mapping(
             {"model": {"path": f"random:{policy}"}, "algorithm": {"teacher": {"path": f"random:{folder}"}}}
         )
@@ -278,3 +280,12 @@ def test_what_is_refused(tmp_path: Path):
     words = r"another tokenizer than model\.path: of the policy's 260 tokens 2 are others there, the first is '!' "
     with pytest.raises(ConfigError, match=words):
         read(other)
+    padded = write_tiny_model(tmp_path / "padded", vocab_size=300)
+    scores = write_tiny_model(tmp_path / "scores", architectures=["LlamaForSequenceClassification"])
+    for given, words in (
+        ((policy, padded), r"vocabulary of 260 tokens, padding included, and model.path one of 300: the policy could"),
+        ((scores, policy), r"^algorithm.teacher.path .* is a reward model, which has no opinion on a token"),
+        ((policy, scores), r"^model.path .* is a reward model, which writes nothing; it can score"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read(*given)

@@ -77,6 +77,7 @@ def right(ids: list[int]) -> list[Any]:
             {"top_k": 1},
             r"it names the token id 999, and the policy has 64 tokens",
         ),
+        (right, {"top_k": 2}, r"\[\d+\] has 1 tokens, and top_k is 2"),
     ],
 )
 def test_a_wrong_answer_ends_the_run(entries, options, sentence, make_config, make_batch):
