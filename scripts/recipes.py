@@ -5,9 +5,10 @@
     python scripts/recipes.py NAME --record        # three seeds; writes docs/recipes/NAME.{json,md,svg}
 
 `recipes.yaml` has them: commands of `jaxrl`, and a metric. Each command runs in a folder of its own below `--out`, with
-`trainer.seed` and `data.seed`; `{0}` in a later command is the folder of the first. A folder that is there resumes. The
-band is the mean of the recorded seeds ± `WIDTH` standard deviations. A checksum is that of the weights which `jaxrl
-export` writes: equal for a seed on machines with the same instructions and versions.
+`trainer.seed` and `data.seed`; `{0}` in a later command is the folder of the first, `{out}` one for other files: with
+`rows`, `train.jsonl` and `val.jsonl` of that configuration's problems. A folder that is there resumes. The band is the
+mean of the recorded seeds ± `WIDTH` standard deviations. A checksum is that of the weights which `jaxrl export` writes:
+equal for a seed on machines with the same instructions and versions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import yaml
 from bench.failures import sha256_of
 from bench.harness import command, describe, header
 
+from jaxrl.config.files import load
+from jaxrl.data.prompts import load_train, load_validation
 from jaxrl.record.metrics import read_metrics
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
@@ -35,13 +38,29 @@ RECIPES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding=
 Recipe = Mapping[str, Any]
 
 
+def write_rows(config: Path, out: Path) -> None:
+    """The problems of a configuration, each with its answer as `completion` and as `chosen`, and the next number as
+    `rejected`."""
+    given = load(config, [])
+    learnt = load_train(given)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, problems in (("train", learnt), ("val", load_validation(given, learnt))):
+        with (out / f"{name}.jsonl").open("w") as file:
+            for problem in problems:
+                right, wrong = str(problem.answer), str(int(problem.answer or 0) + 1)
+                row = {"prompt": problem.question, "completion": right, "chosen": right, "rejected": wrong}
+                file.write(json.dumps(row) + "\n")
+
+
 def train(name: str, recipe: Recipe, seed: int, out: Path) -> dict[str, Any]:
     """Runs the commands; returns the curve as [step, value], seconds of a step, and the weights' checksum."""
-    folders: list[Path] = []
+    folders, own = list[Path](), out / f"{name}-{seed}"
+    if "rows" in recipe:
+        write_rows(Path(recipe["rows"]), own)
     for number, line in enumerate(recipe["commands"]):
         folders.append(out / f"{name}-{seed}-{number}")
-        words = [word.format(*folders, out=out / f"{name}-{seed}") for word in shlex.split(line)]
-        if words[0] == "train":
+        words = [word.format(*folders, out=own) for word in shlex.split(line)]
+        if words[0] in ("train", "sft", "dpo"):
             words += [f"trainer.run_dir={folders[-1]}", f"trainer.seed={seed}", f"data.seed={seed}"]
         print(f"> jaxrl {shlex.join(words)}", flush=True)
         subprocess.run([sys.executable, "-m", "jaxrl", *words], check=True, stdout=2)
