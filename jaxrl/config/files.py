@@ -128,7 +128,7 @@ def read(path: Path, say: Callable[[str], None] = lambda text: None) -> Options:
         raise ConfigError(f"{path}: a config file must end in .yaml, .yml, .gin")
     values, node = parse_yaml(read_text(path), str(path))
     if values is not None:
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
             raise ConfigError(f"{path}: must hold sections with options, found {shown(values)}")
         options.values = values
         options.places |= dict(yaml_places(node, "", str(path)))

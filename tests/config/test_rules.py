@@ -108,6 +108,7 @@ FILES = [
     ("a.gin", "data.task_config = {[1]: 2}\n", "not valid gin (unhashable type: 'list')"),
     ("a.txt", "rollout: {n: 3}\n", "a config file must end in .yaml, .yml, .gin"),
     ("a.yaml", "- rollout\n", "must hold sections with options, found ['rollout']"),
+    ("a.yaml", "1: {n: 2}\n", "must hold sections with options, found {1: {'n': 2}}"),
     ("a.yaml", "rollout:\n  1: 2\n", "a name must be text, found 1 (int): put it in quotation marks"),
     ("a.yaml", "rollout: {n: 1:30}\n", "line 1: 1:30 would be read to base 60"),
     ("a.yaml", "rollout: {n: 010}\n", "line 1: 010 would be read to base 8, as 8"),
