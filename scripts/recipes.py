@@ -149,6 +149,8 @@ def main() -> int:
         kept.with_suffix(".svg").write_text(picture(recipe, seeds))
         kept.with_suffix(".md").write_text(page(options.name, record))
         return 0
+    if not kept.exists():
+        parser.error(f"{options.name} has no band so far: --record makes one")
     low, high = band(json.loads(kept.read_text())["seeds"])
     found = train(options.name, recipe, options.seed, options.out)
     value = found["curve"][-1][1]
