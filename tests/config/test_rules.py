@@ -46,6 +46,43 @@ RULES = [
         "algorithm.rollout_correction.rollout_is=token actor.old_logprobs=rollout",
         "rollout_is=token needs actor.old_logprobs=recompute, found rollout",
     ),
+    ("rollout.num_devices=8 trainer.num_devices=8", "rollout.num_devices (8) must be below trainer.num_devices (8)"),
+    ("actor.grad_clip=1e300", "must be at most 3.4e+38 (the largest float32), found 1e+300"),
+    ("rollout.num_blocks=99999999999", "must be at most 2147483647 (the largest 32-bit integer)"),
+    ("data.apply_chat_template_kwargs={messages: 1}", "the run gives the chat template messages itself"),
+    ("data.apply_chat_template_kwargs={tools: 3}", "tools must be a list of JSON schemas, found 3"),
+    (
+        "reward={kind: judge, judge: {endpoint: 'http://h:x/v1', endpoint_model: m}}",
+        "reward.judge.endpoint must be a URL such as http://localhost:8000/v1, found 'http://h:x/v1' (Port could not",
+    ),
+    ("reward={kind: judge, judge: {endpoint: 'http://h/v1'}}", "reward.judge.endpoint_model is missing"),
+    (
+        "reward={kind: judge, judge: {endpoint: 'h/v1/completions', endpoint_model: m}}",
+        "up to what comes before /chat/completions, found 'h/v1/completions'",
+    ),
+    ("rollout.layout.switch=true", "rollout.layout.profile is missing: rollout.layout.switch needs a file"),
+    ("rollout.layout={switch: true, planner: true, profile: p, direction: both}", "must be up where rollout.layout.pl"),
+    ("rollout.layout={switch: true, profile: p, degrees: [1, 2, 3]}", "must ascend from at least 1, each dividing"),
+    (
+        "rollout.layout={switch: true, profile: p, degrees: [1, 3]} trainer.num_devices=16 rollout.num_workers=2",
+        "rollout.layout.degrees: 3 must divide trainer.num_devices (16) / rollout.num_workers (2)",
+    ),
+    ("data.gen_batch_size=4", "data.gen_batch_size (4 prompts) needs algorithm.filter_groups.enable"),
+    (
+        "data.gen_batch_size=2 algorithm.filter_groups={enable: true, max_num_gen_batches: 3}",
+        "max_num_gen_batches (3) must be >= data.train_batch_size (8 prompts)",
+    ),
+    ("algorithm.filter_groups={enable: true, path: f.py, metric: acc}", "algorithm.filter_groups.metric (acc) exclude"),
+    ("algorithm.filter_groups={enable: true, metric: ''}", "algorithm.filter_groups.metric is empty: name reward"),
+    (
+        "algorithm.filter_groups.enable=true algorithm.adv_estimator=reinforce_plus_plus rollout.temperature=0",
+        "rollout.temperature (0) makes all samples of a prompt equal, and algorithm.filter_groups.enable leaves such",
+    ),
+    (
+        "trainer.stream={enable: true, min_done: 0.9, max_done: 0.5}",
+        "min_done (0.9) must be at most trainer.stream.max",
+    ),
+    ("hosts.num=2 rollout.ranking_groups={enable: true, move: kv}", "rollout.ranking_groups.move (kv)"),
     ("algorithm.adv_estimator=none", "needs algorithm.teacher.path or algorithm.teacher.endpoint"),
     (
         "algorithm.adv_estimator=none algorithm.teacher.path=t algorithm.use_kl_in_reward=true",

@@ -51,8 +51,7 @@ def test_what_a_model_is_told():
     }
 
 
-@pytest.mark.parametrize("hint", [None, bytes, tuple[int, str], dict[int, str], Literal[1, "a"]])
-def test_a_parameter_that_json_has_no_type_for_is_refused(hint: Any):
+def of_type(hint: Any) -> dict[str, Any]:
     def tool(x) -> None:
         """Does it.
 
@@ -61,5 +60,23 @@ def test_a_parameter_that_json_has_no_type_for_is_refused(hint: Any):
         """
 
     tool.__annotations__ |= {"x": hint} if hint else {}
+    return tool_schema(tool)["function"]["parameters"]["properties"]["x"]
+
+
+@pytest.mark.parametrize("hint", [None, bytes, tuple[int, str], dict[int, str], Literal[1, "a"]])
+def test_a_parameter_that_json_has_no_type_for_is_refused(hint: Any):
     with pytest.raises(ValueError, match=f"tool: the parameter x has {'the' if hint else 'no'} type"):
-        tool_schema(tool)
+        of_type(hint)
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        (Any, {}),
+        (int | str, {"type": ["integer", "string"]}),
+        (dict[str, bool], {"type": "object", "additionalProperties": {"type": "boolean"}}),
+        (int | Literal["all"], {"anyOf": [{"type": "integer"}, {"type": "string", "enum": ["all"]}]}),
+    ],
+)
+def test_types_of_a_parameter(hint: Any, schema: dict[str, Any]):
+    assert of_type(hint) == schema | {"description": "it."}
