@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import sys
@@ -142,39 +141,14 @@ def test_functions_of_a_program_share_a_loop():
 
 CLASSES = """
 from jaxrl.environments.env import StepResult
-
-class Box:
-    def reset(self, size: int): self.things = "x" * size
-    def get_reward(self): return 1 / (1 + len(self.things))
-    def take(self, count: int):
-        "Takes some.\\n\\nArgs:\\n  count: how many."
-        self.things = self.things[count:]
-        return len(self.things)
-
 class Empty: ...
-
+class Box:
+    def reset(self, size): self.things = "x" * size
+    def get_reward(self): ...
 class Game:
     def step(self, action): return eval(action.text)
-
 maker = lambda: Box()
 """
-TAKE = '<tool_call>{"name": "take", "arguments": {"count": 2}}</tool_call>'
-
-
-def scorer(kind: Any, name: str, more: str = "") -> EpisodeScorer:
-    file = UserFile(f"/made{'/more' if more else ''}/up.py", CLASSES + more)
-    return EpisodeScorer(kind, file, name, {}, group="Box")
-
-
-def test_a_box_from_its_row_to_its_reward():
-    """In this process; `tests/mechanisms/turns/test_pool.py` has what its own process does."""
-    box = scorer("class", "Box", "def problem(index, seed): return {'question': f'{index}?', 'size': seed}\n")
-    (made,) = box(("problems", 7, 8, 5))[1]["problems"]
-    assert made == {"row": {"question": "7?", "size": 5}, "messages": [{"role": "user", "content": "7?"}]}
-    reward, taken = box(("turn", {"size": 9, "env_args": {"size": 5}}, None, TAKE, 1.0))
-    assert (reward, taken["done"], [each["content"] for each in taken["messages"]]) == (0.0, False, ["3"])
-    reward, ended = box(("turn", {}, base64.b64decode(taken["state"]), "Done.", 1.0))
-    assert (reward, ended["done"], ended["messages"]) == (0.25, True, [])
 
 
 @pytest.mark.parametrize(
@@ -185,13 +159,11 @@ def test_a_box_from_its_row_to_its_reward():
         ("class", "Empty", ("schemas", ""), "Empty must have a method reset"),
         ("class", "Box", ("compare", {}, ()), "defines no class 'Box' with a method compute_group_rewards"),
         ("class", "Box", ("problems", 0, 1, 0), "defines no function problem(index, seed), which makes rows: give da"),
-        ("class", "Box", ("turn", {"size": 1 << 20}, None, TAKE, 1.0), "bytes between two turns, above 524288"),
-        ("class", "Box", ("turn", {"tools": ["give"]}, None, "", 1.0), "names 'give', and there are take"),
         ("native", "Game", ("turn", {}, None, "3", 1.0), "Game.step must return a StepResult, found int"),
         ("native", "Game", ("turn", {}, None, "StepResult()", 1.0), "an episode that is not over needs a next_observ"),
         ("native", "Game", ("turn", {}, None, "StepResult(0, 0, [3])", 1.0), "messages with the role user or tool and"),
     ],
 )
-def test_mistakes_of_a_file_are_said(kind: str, name: str, asked: tuple[Any, ...], words: str):
+def test_mistakes_of_a_file_are_said(kind: Any, name: str, asked: tuple[Any, ...], words: str):
     with pytest.raises(ValueError, match=re.escape(words)):
-        scorer(kind, name)(asked)
+        EpisodeScorer(kind, UserFile("/made/up.py", CLASSES), name, {}, group="Box")(asked)
