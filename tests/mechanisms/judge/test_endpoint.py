@@ -150,9 +150,11 @@ def test_retry_after_holds_all_requests_back():
 
 def test_several_verdicts_on_a_sample():
     """Each with a seed of its own; one that fails, or holds no score, is left out of the mean and counted."""
-    behaviours = [says("Score: 2"), says("?"), status(400), says("Score: 4")]
-    with judge_at(behaviours, num_samples=4, temperature=1.0, max_requests=1) as (server, pool):
+    behaviours, waits = [says("Score: 2"), says("?"), status(400), says("Score: 4")], list[float]()
+    once = {"max_requests": 1, "requests_per_minute": 2}
+    with judge_at(behaviours, num_samples=4, temperature=1.0, waits=waits, **once) as (server, pool):
         (verdict,) = verdicts(pool)
+        assert [round(wait, -1) for wait in waits] == [30, 60, 90], "nobody has waited here"
         assert verdict.reward == pytest.approx(0.3)
         assert (verdict.info["unparsed"], verdict.info["failed"]) == (1, 1)
         seeds = [each["seed"] for each in server.seen]
