@@ -222,11 +222,6 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     rollout = config.rollout
     kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
     num_devices = worker_devices_of(config)
-    if num_devices % rollout.tp:
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size ({rollout.tp}) must divide the number of devices ({num_devices}; "
-            "simulate.num_devices)"
-        )
     sizes = Capacity(
         num_groups=num_devices // rollout.tp,
         num_slots=rollout.max_num_seqs,

@@ -27,28 +27,15 @@ def search(query: str, limit: int = 3, unit: Literal["m", "km"] = "m", tags: lis
 
 
 def test_what_a_model_is_told():
-    assert tool_schema(search) == {
-        "type": "function",
-        "function": {
-            "name": "search",
-            "description": "Looks places up, the nearest first.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "query": {"type": "string", "description": "what to look for, in words of any language."},
-                    "limit": {"type": "integer", "description": "how many at most."},
-                    "unit": {"type": "string", "enum": ["m", "km"], "description": "of the distance."},
-                    "tags": {
-                        "type": "array",
-                        "items": {"type": "string"},
-                        "nullable": True,
-                        "description": "that all must have.",
-                    },
-                },
-                "required": ["query"],
-            },
-        },
+    properties: dict[str, dict[str, Any]] = {
+        "query": {"type": "string", "description": "what to look for, in words of any language."},
+        "limit": {"type": "integer", "description": "how many at most."},
+        "unit": {"type": "string", "enum": ["m", "km"], "description": "of the distance."},
+        "tags": {"type": "array", "items": {"type": "string"}, "nullable": True, "description": "that all must have."},
     }
+    parameters = {"type": "object", "properties": properties, "required": ["query"]}
+    told = {"name": "search", "description": "Looks places up, the nearest first.", "parameters": parameters}
+    assert tool_schema(search) == {"type": "function", "function": told}
 
 
 @pytest.mark.parametrize("hint", [None, bytes, tuple[int, str], dict[int, str], Literal[1, "a"]])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.record.files import JsonLines, file_problem, read_lines, write_whole
+from jaxrl.record.files import JsonLines, file_problem, is_full, read_lines, system_error, write_whole
 
 ENTRIES = [{"step": 1, "text": "é\n"}, {"step": 3, "x": 0.5}, {"note": "no step"}, {"step": 2}, {"step": 3}]
 
@@ -55,13 +55,8 @@ def test_numbers_that_are_not_finite_are_text(path: Path):
     """NaN is no JSON: other readers stop at it."""
     nan, inf = float("nan"), np.float64("inf")
     write(path, [{"step": 1, "x": nan, "y": [inf, (-inf, 0.5)], "z": {"a": {"b": nan}}}])
-    line = path.read_text()
-    assert json.loads(line, parse_constant=pytest.fail) == {
-        "step": 1,
-        "x": "nan",
-        "y": ["inf", ["-inf", 0.5]],
-        "z": {"a": {"b": "nan"}},
-    }
+    written = {"step": 1, "x": "nan", "y": ["inf", ["-inf", 0.5]], "z": {"a": {"b": "nan"}}}
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == written
 
 
 @pytest.mark.parametrize("moment", ["open", "write", "replace"])
@@ -132,3 +127,12 @@ def test_what_is_no_file_is_written_and_not_replaced(tmp_path: Path):
     os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert file_problem(pipe) is None
+    assert file_problem(tmp_path) == f"({tmp_path}) is a folder: name a file in it"
+
+
+def test_a_systems_error_is_found_behind_others():
+    """TensorStore's has the number in its text; a full disk comes before what it has led to."""
+    error = RuntimeError("Error writing [os_error_code='28' No space]")
+    error.__cause__, error.__context__ = PermissionError(13, "no"), error
+    assert is_full(system_error(error) or OSError())
+    assert system_error(ValueError("OS errors")) is None

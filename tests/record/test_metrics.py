@@ -9,11 +9,7 @@ from fake_rollout import make_sample
 
 from jaxrl.commands.evaluate import figures
 from jaxrl.record import metrics
-from jaxrl.record.metrics import (
-    MetricsWriter,
-    evaluation_metrics,
-    read_metrics,
-)
+from jaxrl.record.metrics import MetricsWriter, evaluation_metrics, read_metrics
 from jaxrl.scheduling.rounds.batches import off_policy_share
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 

@@ -12,10 +12,7 @@ from refusals import contents
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.files import load
-from jaxrl.record.run_dir import (
-    RunDir,
-    refuse_overwriting,
-)
+from jaxrl.record.run_dir import RunDir, refuse_overwriting
 
 
 def make_config(**trainer: object) -> Config:
@@ -44,6 +41,9 @@ def test_every_start_is_recorded(tmp_path: Path):
     assert record["devices"]["kind"] == "H100", "the latest start, on top"
     assert record["seeds"] == {"trainer": 4, "data": 0}
     assert record["config"]["trainer"]["seed"] == 4
+    run_dir.record_checkpoint(4)
+    missing = f"checkpoint 4 is missing, though {tmp_path}/run.json names it"
+    assert [run_dir.missing_checkpoint(found) for found in (4, 2, None)] == [None, missing, None]
     assert set(record) >= {"versions", "commit", "command", "started"}
     assert not list(tmp_path.glob("*.tmp"))
     run_dir.close()
@@ -57,7 +57,8 @@ def test_a_start_leaves_its_lock_and_clears_temporary_files_of_one_that_was_kill
         run_dir.record_start(make_config(), {}, 0)
     assert {file.name for file in run_dir.path.iterdir()} == {".lock", "config.yaml", "run.json", "notes.tmp"}
     before = contents(tmp_path)
-    RunDir(tmp_path / "run").close()
+    with closing(RunDir(tmp_path / "run")) as early, early.early_file("notes.tmp").open("a") as notes:
+        notes.write("of a start that fails")
     assert contents(tmp_path) == before
 
 

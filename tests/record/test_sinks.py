@@ -14,11 +14,12 @@ import pytest
 
 from jaxrl.record.metrics import MetricsWriter
 from jaxrl.record.sinks import PACKAGES
+from jaxrl.types import RunFailed
 
 
-def started(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, resume_step: int | None, *steps: int) -> Any:
-    """The package, as a mock, after a start that reports these steps."""
-    package = MagicMock()
+def started(name: str, folder: Path, monkeypatch: Any, resume_step: int | None, *steps: int, broken: Any = ()) -> Any:
+    """The package, as a mock, after a start that reports these steps. `broken`: its functions that raise an error."""
+    package = MagicMock(**{f"{each}.side_effect": OSError("no room") for each in broken})
     package.Settings.model_fields = {"x_transaction_log_flush_interval": 0}
     package.Error = package.exceptions.MlflowException = OSError
     package.init.return_value.id = package.start_run.return_value.info.run_id = "abc"
@@ -61,3 +62,14 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_sends_no_step_twice(
     else:
         assert sent == [2]
         assert again == (first if name == "trackio" else "abc")
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trackio", "wandb"])
+def test_a_logger_that_fails(name: str, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture):
+    """A start is refused; a step is left for the next start."""
+    said = rf"^trainer.logger: {name} began no run \(no room\): mend that, or leave {name} out of trainer.logger$"
+    with pytest.raises(RunFailed, match=said):
+        started(name, tmp_path, monkeypatch, None, broken=("init", "set_experiment"))
+    if name != "trackio":
+        started(name, tmp_path, monkeypatch, None, 1, broken=("init.return_value.log", "log_metrics"))
+        assert f"{name} lacks 1 of the steps, from step 1 on: a resumed run sends them" in caplog.text

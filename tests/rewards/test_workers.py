@@ -16,6 +16,7 @@ import reward_pools
 from ended import have_ended
 from reward_pools import Opened, collect, submit
 
+from jaxrl.processes.messages import BadMessage, read_json, to_json
 from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
@@ -156,3 +157,10 @@ def test_a_json_of_the_users_in_the_working_folder(opened: Opened, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     pool = opened(num_workers=1)
     assert [verdict.status for verdict in score(pool, "")] == ["ok"]
+
+
+@pytest.mark.parametrize("sent", [b"\xff", b'{"a": NaN}', b"[" * 100_000, b"[1]"])
+def test_a_message_that_is_no_object_is_refused(sent: bytes):
+    assert read_json(to_json({"a": "\ud800"})) == {"a": "?"}
+    with pytest.raises(BadMessage, match=r"bytes that are no JSON \(|JSON of type list, where an object is expected"):
+        read_json(sent)

@@ -4,6 +4,7 @@ cannot be."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,19 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sim.configured import (
     cost_model,
+    machine,
     machine_sizes,
     model_sizes,
     num_devices_of,
+    with_degree,
     with_simulated_hosts,
     workload_of,
 )
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.types import SampleKey
+
+AUTO = {"rollout__tensor_model_parallel_size": "auto"}
 
 
 def training(**options: Any) -> Config:
@@ -114,6 +119,23 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     cost, source = cost_model(config(profile=file))
     assert source.startswith(f"synthetic table {file} (tiny on cpu) for decode and prefill; the rest: roofline of H100")
     assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
+    assert with_degree(training(**AUTO, simulate__profile=file))[0].rollout.tp == 2, "the table has no other"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"simulate__num_hosts": 3, "simulate__num_devices": 8}, "(8) must be a multiple of simulate.num_hosts (3)"),
+        ({"simulate__num_hosts": 2, "rollout__num_workers": 3}, "rollout.num_workers (3) "),
+        ({"simulate__profile": "gone"}, "simulate.profile (gone) must be a file of `jaxrl profile`, and there is no"),
+        ({"simulate__profile": __file__}, f"simulate.profile: {__file__} is not a latency profile ("),
+        ({"simulate__hardware": "Z80"}, "simulate.hardware: hardware 'Z80' must be one of A40, "),
+        (AUTO | {"model__path": "Qwen2.5-72B"}, "rollout.memory_fraction (0.85) leaves 0 KV blocks beside weights and"),
+    ],
+)
+def test_what_cannot_be_simulated(options: dict[str, Any], sentence: str):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        machine(with_degree(with_simulated_hosts(training(**options)))[0])
 
 
 # ---------------------------------------------------------------- the workload

@@ -158,6 +158,7 @@ def test_gradients_beside_the_rollout():
     assert COST.regroup_s(4, 2) == pytest.approx(4 * total * (1 / 2 - 1 / 4) / 1e8)
     assert COST.regroup_s(8, 4) == pytest.approx(4 * total * (1 / 4 - 1 / 8) / 1e7), "between nodes"
     assert COST.regroup_s(8, 8) == 0
+    assert COST.move_s_per_token(1, 2, 4) == pytest.approx(256 / 1e8), "all heads, on the smaller group"
     assert COST.swap_s(4) == pytest.approx(total * (2 + 4) / 4 / 2e7)
 
 
@@ -183,6 +184,8 @@ def test_a_table_answers_for_inference_and_leaves_the_rest():
     assert cost.decode_step_s(1, 0, 0) == 0
     assert cost.prefill_s(1, 0) == 0
     assert cost.prefill_s(1, 700, 90_000.0) == LatencyPredictor(PROFILE).prefill_s(1, 700, 90_000.0)
+    assert cost.switch_cost(1, 2) == LatencyPredictor(PROFILE).switch_cost(1, 2)
+    assert cost.verify_steps_s(1, np.array([4]), 0, np.array([64])) == pytest.approx(0.004 + 64e-6)
     for name, arguments in {
         "train_step_s": (TrainLoad(100, 100), 4),
         "forward_s": (100, 100, 4),

@@ -164,10 +164,7 @@ def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else()
 # ---------------------------------------------------------------- whole runs
 
 SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
-PLACES = {
-    "one worker": {"rollout.num_workers": 1},
-    "tail batching": {"rollout.tail_batching": {"enable": True}},
-}
+PLACES = {"one worker": {"rollout.num_workers": 1}, "tail batching": {"rollout.tail_batching": {"enable": True}}}
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -16,12 +16,7 @@ SECONDS = {key(0): 5.0, key(1): 1.0, key(2): 2.0}
 
 
 class Bench:
-    def __init__(
-        self,
-        num_workers: int = 1,
-        timeout_s: float = 0.0,
-        timeouts: AdaptiveTimeouts | None = None,
-    ) -> None:
+    def __init__(self, num_workers: int = 1, timeout_s: float = 0.0, timeouts: AdaptiveTimeouts | None = None) -> None:
         self.clock = SimulatedClock()
         self.phases = SimulatedPhases(self.clock)
         workload = known(dict.fromkeys(SECONDS, 3), SECONDS)

@@ -56,6 +56,10 @@ def test_prompts_that_wait_at_the_end_are_paid_for():
     assert found.queue == pytest.approx(2.0)
     assert found.wait_steps == 3
     assert found.stale_share == pytest.approx(0.125)
+    with pytest.raises(
+        ValueError, match=r"^--steps \(2\) holds no long round, and 4 of the 4 prompts that make one wait"
+    ):
+        trial(steps[:2], num_prompts=4)
 
 
 # ---------------------------------------------------------------- what a table says
@@ -69,4 +73,6 @@ def test_the_best_leads_by_more_than_the_noise():
         return Tried((factor, factor), TAIL.launched((factor, factor), 8, 4), trials)
 
     table = Table(TAIL, tried(1.0, 40, 50, 60), (tried(1.1, 31, 41, 51.2), tried(1.2, 30, 40, 50)))
+    alone = Table(TAIL, tried(1.0, 40), (tried(1.1, 20),))
+    assert alone.verdict()[0].endswith("times as fast as plain batches; one seed shows no spread")
     assert (table.best.factors, table.as_good, table.pays) == ((1.2, 1.2), [], True)

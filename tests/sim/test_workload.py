@@ -158,6 +158,12 @@ def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
     with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
         log.write(1, [group])
     assert read_run(tmp_path).reward(key(0, 0)) == 1.25
+    with pytest.raises(ValueError, match=r"samples.jsonl: no such file; it is written by `jaxrl train` into its run"):
+        read_run(tmp_path / "gone")
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"reward": 1, "prompt": 3, "response": "?", "source": "a"}\n')
+    with pytest.raises(ValueError, match=r"line 3: damaged \(TypeError: prompt, response, source must be text\)"):
+        read_run(tmp_path)
 
 
 # ---------------------------------------------------------------- lengths by rank

@@ -22,8 +22,7 @@ def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any
     """The switches of each worker, in a run of one step with this journal: (dispatch, from tp, to tp)."""
     made = config(switch=True, **layout)
     made = made.replace(
-        rollout=made.rollout.replace(num_workers=num_workers),
-        trainer=made.trainer.replace(total_training_steps=1),
+        rollout=made.rollout.replace(num_workers=num_workers), trainer=made.trainer.replace(total_training_steps=1)
     )
     simulation = build(made, CostModel(LARGE, H100), WORKLOAD)
     sessions = simulation.run.mechanism(AdaptiveLayouts)

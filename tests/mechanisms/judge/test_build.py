@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,9 +10,9 @@ import numpy as np
 import pytest
 from run_parts import made_run
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.mechanisms.judge import device
-from jaxrl.mechanisms.judge.device import judge_memory
+from jaxrl.mechanisms.judge.device import judge_memory, read_judge, rollout_memory
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
@@ -56,3 +57,24 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     assert plan.layer_bytes * (model.num_layers - 3) == streamed
     assert plan.parts["judge: KV pool"] == sum(map(part, jax.tree.leaves(programs.abstract_pool())))
     assert plan.parts["judge: buffers of two layers"] == 2 * plan.layer_bytes
+
+
+def test_a_limit_of_the_memory_is_kept_or_refused():
+    with pytest.raises(ValueError, match=r"max_memory_gib \(0.01, \d+ bytes\) must be at least \d+ bytes: \d+ of w"):
+        judge_memory(config(max_memory_gib=0.01), SMOLLM2, 1)
+    with pytest.raises(ValueError, match=r"resident_layers \(31\) must be at most the judge's layers \(30\)"):
+        judge_memory(config(resident_layers=31), SMOLLM2, 1)
+    for gib in (0.2, 0.25, 0.3):
+        plan = judge_memory(config(max_memory_gib=gib, resident_layers=-1), SMOLLM2, 1)
+        used = sum(plan.parts.values()) - plan.parts["judge: logits"]
+        assert used <= gib * 2**30 < used + plan.layer_bytes, "no more layers would fit"
+
+
+def test_what_is_read_of_a_judge(tiny_model: Path):
+    tokenizer, model = read_judge(config(model=str(tiny_model), max_prompt_tokens=9))
+    assert (tokenizer.vocab_size, model.num_layers) == (260, 2)
+    memory = rollout_memory(config(model=str(tiny_model)), 1)
+    assert memory.line.startswith("judge: 2 of 2 layers stay")
+    scalar = {"reward": {"kind": "model", "judge": {"model": str(tiny_model)}}}
+    with pytest.raises(ConfigError, match="is a language model, which needs reward"):
+        read_judge(from_mapping({"model": {"path": "m"}} | scalar))

@@ -20,6 +20,7 @@ from chat_server import (
     raw,
     raw_status,
     says,
+    sends,
     status,
     trickles,
 )
@@ -30,7 +31,7 @@ from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.endpoint import EndpointJudge, verdict_seed
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, Sample, SampleKey
+from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 KEY = "sk-very/secret=1"
 
@@ -74,20 +75,15 @@ def verdicts(pool: RewardPool, count: int = 1) -> list[Verdict]:
 
 
 def test_a_verdict():
-    with judge_at(max_tokens=9, system_prompt="Be strict.") as (server, pool):
+    with judge_at([says(None)], max_tokens=9, system_prompt="Be strict.") as (server, pool):
         pool.warm()
         (verdict,) = verdicts(pool)
         assert (verdict.status, verdict.reward, verdict.outside) == ("ok", 0.7, True)
         assert verdict.info == {"judge": ["Score: 7"], "scores": [0.7], "unparsed": 0, "outside": True}
         probe, asked = server.seen
         assert probe["max_tokens"] == 1
-        assert {name: asked[name] for name in ("path", "model", "max_tokens", "temperature", "key")} == {
-            "path": "/v1/chat/completions",
-            "model": "m",
-            "max_tokens": 9,
-            "temperature": 0.0,
-            "key": None,
-        }
+        wanted = {"path": "/v1/chat/completions", "model": "m", "max_tokens": 9, "temperature": 0.0, "key": None}
+        assert {name: asked[name] for name in wanted} == wanted
         assert "seed" not in asked
         assert [message["role"] for message in asked["messages"]] == ["system", "user"]
         assert pool.take_metrics()["reward/judge/requests"] == 2
@@ -154,9 +150,11 @@ def test_retry_after_holds_all_requests_back():
 
 def test_several_verdicts_on_a_sample():
     """Each with a seed of its own; one that fails, or holds no score, is left out of the mean and counted."""
-    behaviours = [says("Score: 2"), says("?"), status(400), says("Score: 4")]
-    with judge_at(behaviours, num_samples=4, temperature=1.0, max_requests=1) as (server, pool):
+    behaviours, waits = [says("Score: 2"), says("?"), status(400), says("Score: 4")], list[float]()
+    once = {"max_requests": 1, "requests_per_minute": 2}
+    with judge_at(behaviours, num_samples=4, temperature=1.0, waits=waits, **once) as (server, pool):
         (verdict,) = verdicts(pool)
+        assert [round(wait, -1) for wait in waits] == [30, 60, 90], "nobody has waited here"
         assert verdict.reward == pytest.approx(0.3)
         assert (verdict.info["unparsed"], verdict.info["failed"]) == (1, 1)
         seeds = [each["seed"] for each in server.seen]
@@ -173,15 +171,25 @@ def test_several_verdicts_on_a_sample():
             "reward.judge.api_key_env (JUDGE_KEY) is refused by {url}: status 401: bad key ***",
         ),
         (status(404), "reward.judge.endpoint ({url}): no chat completions there, or no model 'm': status 404: no"),
+        (status(500), "reward.judge.endpoint ({url}): status 500: no"),
+        (sends({}), "reward.judge.endpoint ({url}): its answer has no choices[0].message.content"),
     ],
 )
 def test_refused_at_the_start(behaviour: Behaviour, sentence: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with judge_at(default=behaviour, api_key_env="JUDGE_KEY") as (server, pool):
-        with pytest.raises(ValueError) as refused:  # noqa: PT011  (the whole sentence is compared)
+        with pytest.raises((ValueError, RunFailed)) as refused:
             pool.warm()
         assert str(refused.value) == sentence.format(url=server.url)
-        assert [each["key"] for each in server.seen] == [f"Bearer {KEY}"]
+        assert {each["key"] for each in server.seen} == {f"Bearer {KEY}"}
+
+
+@pytest.mark.parametrize(("name", "what"), [("NO_KEY", "is not in the environment"), ("JUDGE_KEY", "holds no key")])
+def test_a_variable_must_hold_a_key(name: str, what: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", " \n")
+    monkeypatch.delenv("NO_KEY", raising=False)
+    with pytest.raises(ValueError, match=f"^reward.judge.api_key_env: the variable '{name}' {what}$"):
+        EndpointJudge(Judge.Options(endpoint="http://127.0.0.1:1/v1", api_key_env=name))
 
 
 def echoes(handler: Handler) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import write_tiny_model
 
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, from_mapping
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import Judge, template_fields
-from jaxrl.mechanisms.judge.verdicts import JudgeText, Scalars, WrittenVerdicts
+from jaxrl.mechanisms.judge.verdicts import JudgeText, Scalars, WrittenVerdicts, refuse_fields
 from jaxrl.rewards.scorers import ScoreRequest
 
 REQUEST = ScoreRequest(
@@ -41,6 +42,13 @@ def test_unknown_fields_are_refused():
     with pytest.raises(ConfigError, match=r"the field \{answer\} has no value here; there are response, source; for"):
         text(prompt="{answer}").ask(ScoreRequest("s", "r", None))
     assert template_fields("{a}{b}{a}{{c}}") == ["a", "b"]
+    judge = {"model": "j", "prompt": "{response} {rubric}"}
+    reward = {"kind": "math", "domains": {"essays": {"kind": "judge"}}, "judge": judge}
+    config = from_mapping({"model": {"path": "m"}, "reward": reward})
+    others = [replace(REQUEST, source="sums"), replace(REQUEST, extra={"rubric": "R"})]
+    refuse_fields(config, [REQUEST, *others])  # one that has it is enough
+    with pytest.raises(ConfigError, match="rubric"):
+        refuse_fields(config, [REQUEST, others[0]])
 
 
 @pytest.mark.parametrize(
@@ -54,6 +62,7 @@ def test_unknown_fields_are_refused():
 )
 def test_score(verdict: str, score: float | None):
     assert text().score(verdict) == score
+    assert text(score_pattern="is (.+)").score("It is good") is None
 
 
 @pytest.mark.parametrize(
@@ -114,6 +123,8 @@ def test_a_long_response_loses_its_middle(tokenizer):
     assert "R: begin" in text
     assert "the end<|im_end|>" in text
     assert "[...]" in text
+    with pytest.raises(ValueError, match=r"\(9\) must hold what the judge reads besides the response, which is \d\d"):
+        WrittenVerdicts(JUDGE.replace(max_prompt_tokens=9), tokenizer, ()).ids(asked("4"))
 
 
 def test_a_cut_does_not_join_halves_of_a_special_token(tokenizer):

@@ -35,10 +35,7 @@ def taught(*infos: dict[str, Any], **options: Any) -> AdaptiveTimeouts:
     return timeouts
 
 
-@pytest.mark.parametrize(
-    ("anchor_s", "limit_s"),
-    [(None, 30.0), (1.3, 2.0), (2.0, 3.0), (25.0, 30.0)],
-)
+@pytest.mark.parametrize(("anchor_s", "limit_s"), [(None, 30.0), (1.3, 2.0), (2.0, 3.0), (25.0, 30.0)])
 def test_the_papers_formula(anchor_s: float | None, limit_s: float):
     assert TimeoutRule.of(CodeSection()) == TimeoutRule()
     assert TimeoutRule().limit_s(anchor_s) == pytest.approx(limit_s)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jaxrl.config import Config, from_mapping
-from jaxrl.mechanisms.speculation import Speculation, build_proposer, draft_config, step_costs
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.mechanisms.speculation import Speculation, build_proposer, draft_config, step_costs, verify_rule
 from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
@@ -50,6 +50,10 @@ def test_what_an_executor_is_built_for():
     each_row = Speculation.rollout_memory(config(enable=True), 1, "cpu", 0, is_timeless=True)
     assert each_row is not None
     assert each_row.total % 5 == 0, "one for each row"
+    told = {"": True, "p.json": False}
+    assert {file: bool(Speculation.note(config(file, enable=True))) for file in told} == told
+    with pytest.raises(ConfigError, match=r"tp 1 that verify \{4: 4, 8: 2\}, and rollout.speculation needs \{\}"):
+        verify_rule(config("p.json", enable=True), executor(widths={}), profile(), SIZES)
 
 
 def test_costs_are_those_of_the_layout_in_use():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -13,7 +14,7 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.environments.env import Trajectory
-from jaxrl.mechanisms.turns.pool import EnvironmentPool
+from jaxrl.mechanisms.turns.pool import EnvironmentPool, read_answer
 from jaxrl.mechanisms.turns.rule import Observed
 from jaxrl.types import Prompt, SampleKey
 
@@ -188,6 +189,23 @@ def test_an_object_goes_on_in_any_process(pool_of: Callable[..., EnvironmentPool
     assert crashed.metrics == {"tool_calls": 1, "tool_errors": 1, "tool_crashes": 1}
     last, early = asked(pool, ("Empty.", second.state), ("Enough.", crashed.state), row=row)
     assert (last.done, last.reward, early.done, early.reward) == (True, 1.0, True, 0.0)
+
+
+def test_columns_of_a_row_are_checked(pool_of: Callable[..., EnvironmentPool]):
+    pool = pool_of(CLASSES, kind="class", name="Box")
+    for row, words in [
+        ({"environment": 3}, "the column 'environment' must name a class, found 3"),
+        ({"tools": "take"}, "the column 'tools' must be a list of names, found 'take'"),
+        ({"env_args": [1]}, "the column 'env_args' must hold columns by name, found [1]"),
+        ({"tools": ["give"]}, "the column 'tools' names 'give', and there are take"),
+        ({"environment": "Bag"}, "environment.path: ValueError: environment.name: "),
+    ]:
+        with pytest.raises(ValueError, match=f"^row 1: {re.escape(words)}"):
+            pool.schemas(row, "row 1")
+    assert pool.schemas({"environment": ""}, "row 1") == [], "it has no turns"
+    for answer in ({"done": 1}, {"done": False, "messages": [], "state": "", "metrics": {}}):
+        with pytest.raises(ValueError, match="what its process has sent is no answer"):
+            read_answer(SampleKey(0, 0, 0), 0.0, answer)
 
 
 def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
