@@ -52,7 +52,6 @@ LINES = [
     ("check-numerics --model random:model --tp 16", "--tp (16) must be at most the devices there are (8)"),
     ("profile model.path=m", "profile: give the table's file with --out, or as rollout.layout.profile"),
     ("profile --config sums.yaml rollout.dtype=float32 --out list.json", "list.json cannot be used: latency"),
-    ("profile model.path=m rollout.layout.profile=list.json/x", "--out (list.json/x) cannot be written: "),
     ("train --config sums.yaml reward.kind=code", "sums.jsonl, line 1: sums: the reference answer asserts nothing"),
     ("train --config sums.yaml reward.kind=judge reward.judge.endpoint=http://h/v1 reward.judge.endpoint_model=m "
      "'reward.judge.prompt=a {response} {rubric}'", "the field {rubric} is no column of the data; there are answer,"),
