@@ -55,9 +55,10 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
         (lambda: run.generate("a?"), "a list of questions, found text"),
         (lambda: run.generate(["a?"], max_new_tokens=3), "no argument 'max_new_tokens': it takes .* max_tokens"),
         (lambda: run.metrics["steps"], "no metric 'steps'; near it: step"),
+        (lambda: jaxrl.Run("gone"), "gone is not a run: it has no config"),
         (lambda: jaxrl.train(run_dir=run.path), f"{run.path} is a run: .*config="),
     ):
-        with pytest.raises((TypeError, KeyError, jaxrl.ConfigError), match=said):
+        with pytest.raises((TypeError, KeyError, ValueError), match=said):
             wrong()
     noted = list[str]()
     jaxrl.train(config=run.path / CONFIG_FILE, say=noted.append)
@@ -72,6 +73,15 @@ def test_a_file_stays_where_it_is_and_arguments_replace_its_options(started: lis
     assert config.data.train_files == [str(tmp_path / "rows.jsonl")]
     assert (config.rollout.n, config.rollout.temperature) == (6, 0.5)
     assert run.path == tmp_path / "own"
+
+
+def test_other_ways_to_learn(started: list[Config], tmp_path: Path) -> None:
+    pair = {"prompt": "1 + 1", "chosen": "2", "rejected": "3"}
+    for learn, row in ((jaxrl.sft, {"prompt": "1 + 1", "completion": "2"}), (jaxrl.dpo, pair)):
+        run = learn(MODEL, [row], val_data=[row], steps=3, run_dir=tmp_path / learn.__name__)
+        (file,), (held_out,) = (config := started.pop()).data.train_files, config.data.val_files
+        assert [json.loads(Path(each).read_text()) for each in (file, held_out)] == [row, row]
+        assert (config.trainer.total_training_steps, run.checkpoint) == (3, None)
 
 
 def test_a_function_travels_by_value(started: list[Config], tmp_path: Path) -> None:

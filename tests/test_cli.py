@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: P
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:4] == ["parameters", "rollout.dtype:", "num_prompts", "avg@2"]
     assert len(out.read_text().splitlines()) == 2 * 2
+
+
+def test_versions(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    first, *versions, devices = capsys.readouterr().out.splitlines()
+    assert (first[:6], devices) == ("jaxrl ", "devices 8 × cpu (cpu)")
+    assert f"jax {version('jax')}" in versions
 
 
 def test_neither_help_nor_the_main_module_loads_jax():

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from jaxrl.config.files import put
-from jaxrl.config.inputs import ConfigError, Options
+from jaxrl.config.inputs import ConfigError, Options, reading
 from jaxrl.config.mapping import by_path, from_mapping, is_section_path
 from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, advice
 
@@ -196,12 +196,17 @@ def _why_ignored(name: str) -> str:
     return next((why for names, why in _IGNORED.items() if re.match(names, name)), "")
 
 
+def _is_open(value: Any) -> bool:
+    """Whether a variable of the script is left in it."""
+    return re.search(r"\$[\w({]", str(value)) is not None
+
+
 def _to(option: str = "", value: Callable[[Was], Any] = lambda was: was.value, note: str = "") -> Rule:
     """Another option, or the same, which stays as it is where `value` is None. `note`: why it has another value."""
 
     def convert(ported: Ported, was: Was) -> None:
         name = option or was.name
-        if re.search(r"\$[\w({]", str(was.value)):
+        if _is_open(was.value):
             ported.decide.append(f"{name}: only the script knows {was.said}")
         elif (found := value(was)) is not None:
             is_same = (name, found) == (was.name, was.value) and was.name in was.given
@@ -269,10 +274,20 @@ def _text_of(source: Sequence[str]) -> tuple[str, str]:
     """(the text, the suffix of its file), of a file or of the words themselves."""
     path = Path(source[0]).expanduser() if len(source) == 1 else None
     if path is not None and path.is_file():
-        return path.read_text(encoding="utf-8"), path.suffix
+        with reading(path):
+            return path.read_text(encoding="utf-8"), path.suffix
     if path is not None and "=" not in source[0] and not source[0].startswith("--"):
         raise ValueError(f"port: no such file: {path}")
     return " ".join(map(shlex.quote, source)), ".sh"
+
+
+def _by_name(file: str, text: str, suffix: str) -> Given:
+    """The options of a JSON or YAML file."""
+    with reading(file):
+        found = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"port: {file} must hold options by name")
+    return found
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Given:
@@ -288,7 +303,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Given:
 def _verl_options(source: Sequence[str]) -> Given:
     text, suffix = _text_of(source)
     if suffix in (".yaml", ".yml"):
-        return _flat(yaml.safe_load(text) or {})
+        return _flat(_by_name(source[0], text, suffix))
     found: Given = {}
     for word in _words(re.sub(r"(--config-\w+)\s+", r"\1=", text)):
         if match := re.fullmatch(r"\+{0,2}([a-z_]\w*(?:\.[\w@]+)+|--config-\w+)=(.*)", word, re.DOTALL):
@@ -299,7 +314,7 @@ def _verl_options(source: Sequence[str]) -> Given:
     for at in (Path(str(folder)), Path(source[0]).parent / "config"):
         if (file := at / f"{found.get('--config-name')}.yaml").is_file():
             del found["--config-name"]
-            found = _flat(yaml.safe_load(file.read_text(encoding="utf-8"))) | found
+            found = _flat(_by_name(str(file), file.read_text(encoding="utf-8"), ".yaml")) | found
     return found
 
 
@@ -364,12 +379,9 @@ def _trl_options(source: Sequence[str]) -> tuple[str, Given, Given]:
     text, suffix = _text_of(source)
     of_trainer: Given = {}
     if suffix in (".json", ".yaml", ".yml"):
-        options = json.loads(text) if suffix == ".json" else yaml.safe_load(text)
-        if not isinstance(options, dict):
-            raise ValueError(f"port: {source[0]} must hold options by name")
-        options = {name: _number(value) for name, value in options.items()}
+        options = {name: _number(value) for name, value in _by_name(source[0], text, suffix).items()}
     elif suffix == ".py":
-        options, of_trainer = _of_python(text)
+        options, of_trainer = _of_python(source[0], text)
         text = text + " ".join(options)
     else:
         options = _flags([*_words(text)])
@@ -384,9 +396,12 @@ def _trl_options(source: Sequence[str]) -> tuple[str, Given, Given]:
     return kind, options, of_trainer
 
 
-def _of_python(text: str) -> tuple[Given, Given]:
+def _of_python(file: str, text: str) -> tuple[Given, Given]:
     """The arguments of configurations, and of trainers. A module's docstring may have a command line."""
-    tree = ast.parse(text)
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise ValueError(f"{file}, line {error.lineno}: not valid Python ({error.msg})") from None
     words = (ast.get_docstring(tree) or "").replace("\\\n", " ").replace("`", " ").split()
     options, of_trainer = _flags(words), Given()
     if re.search(r"\bRLOOConfig\b", text):
@@ -645,7 +660,7 @@ def _port_trl(kind: str, options: Given, of_trainer: Given, devices: int, ported
     model = of_trainer.pop("model", None)
     if isinstance(model, str) and not isinstance(model, _Source):
         options["model_name_or_path"] = model
-    every = options | of_trainer
+    every = {name: _Source(value) if _is_open(value) else value for name, value in (options | of_trainer).items()}
     given = {name: value for name, value in every.items() if not isinstance(value, _Source)}
     defaults = _with_beside(_TRL_DEFAULTS | _TRL_DEFAULTS_OF[kind], given) | {"devices": devices}
     computed = (

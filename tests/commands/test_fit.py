@@ -28,12 +28,6 @@ def test_a_proposal(
         assert getattr(getattr(config, section), name) == value
 
 
-def test_a_file_and_fit_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["explain-config", "--fit", "8x80", "--shape", "Qwen2.5-7B", "--config", "configs/gsm8k.yaml"]
-    assert main(words) == 2
-    assert "takes neither --config nor options" in capsys.readouterr().err
-
-
 def test_a_hint_follows_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 113 GiB of weights and state, a shorter response frees nothing."""
     sizes = ["--shape", "Qwen2.5-7B", "--devices", "1", "--device-gib", "73", "data.max_response_length=4096"]

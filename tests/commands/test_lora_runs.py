@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from runs import Runs, assert_same_end, copied_after
 from safetensors.numpy import load_file
 from tiny import write_tiny_model
 
+import jaxrl
 from jaxrl.cli import main
 from jaxrl.models.peft import CONFIG, TENSORS
 
@@ -63,6 +65,18 @@ def test_replay_and_evaluation(ran, capsys: pytest.CaptureFixture[str]):
     own = [f"--config={whole / 'config.yaml'}", f"data.val_files={runs.folder / 'val.jsonl'}"]
     assert main(["eval", *own, f"--checkpoint={whole}"]) == 0
     assert "mean_reward" in capsys.readouterr().out
+
+
+def test_a_run_from_python(ran):
+    _, whole, _ = ran
+    page = (run := jaxrl.Run(whole)).report()
+    assert (repr(run), repr(page)) == (f"Run('{whole}', {STEPS} steps)", f"Page('{whole}/report.html')")
+    assert html.escape("<h2>") in page._repr_html_()
+    assert run.checkpoint == whole / "checkpoints" / str(STEPS)
+    assert [each["key"] for each in run.samples] == [each["key"] for each in lines_of(whole, "samples.jsonl")]
+    ((first, second),) = run.generate(["one?"], n=2, max_tokens=4)
+    assert 0 < max(len(first), len(second)) <= 4
+    assert first.token_ids.tolist() != second.token_ids.tolist()
 
 
 def test_exports(ran, tmp_path: Path):

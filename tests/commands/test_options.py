@@ -23,6 +23,14 @@ def test_names_of_verl_and_trl_find_their_counterparts():
     assert options_text("warmup_ratio").startswith("warmup_ratio: of verl or TRL, here actor.optim.lr_warmup_steps\n")
 
 
+def test_one_option_is_shown_whole():
+    text = " ".join(options_text("rollout.n").split())
+    assert text.startswith(
+        "rollout.n Samples per prompt: the group size. default 8 type whole number bounds at least 1"
+    )
+    assert text.endswith("until the last one is scored) in YAML rollout: {n: 8}")
+
+
 def test_what_is_shown_can_be_given():
     base = ["model.path=somewhere", "data.task=leg_counting"]
     plain = load(None, base)

@@ -152,6 +152,7 @@ def test_steps_of_trl_are_updates(tmp_path: Path) -> None:
     found = yaml.safe_load(port("trl", words, devices=8))
     assert found["trainer"]["total_training_steps"] == 25, "four updates to a batch, twice"
     assert (found["data"]["train_batch_size"], found["actor"]["ppo_mini_batch_size"]) == (16, 4)
+    assert "# - num_generations=$N: only the script knows\n" in port("trl", ["--num_generations", "$N", "--beta", "0"])
 
 
 def test_a_port_tried_small_is_valid(tmp_path: Path) -> None:

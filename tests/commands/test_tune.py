@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxrl.cli import main
 from jaxrl.commands.tune import tune
 from jaxrl.config import from_mapping, to_mapping
 
@@ -38,22 +37,12 @@ def tailless(prompt: int, sample: int) -> int:
 def write(tmp_path: Path) -> Callable[..., str]:
     """Writes the record of a run with lengths by prompt and sample, of 64 prompts."""
 
-    def written(
-        length: Callable[[int, int], int],
-        *,
-        prompts: int = 64,
-        samples: int = 2,
-        devices: dict[str, Any] = SIMULATED,
-        longest: float | None = None,
-        **sections: dict[str, Any],
-    ) -> str:
+    def written(length: Callable[[int, int], int], **sections: dict[str, Any]) -> str:
         folder = tmp_path / "run"
         folder.mkdir(exist_ok=True)
-        config = {name: section | sections.get(name, {}) for name, section in CONFIG.items()} | {
-            name: section for name, section in sections.items() if name not in CONFIG
-        }
+        config = {name: section | sections.get(name, {}) for name, section in CONFIG.items()}
         (folder / "config.yaml").write_text(yaml.safe_dump(to_mapping(from_mapping(config))))
-        (folder / "run.json").write_text(json.dumps({"devices": devices}))
+        (folder / "run.json").write_text(json.dumps({"devices": SIMULATED}))
         rows = [
             {
                 "step": prompt // 2 + 1,
@@ -64,13 +53,12 @@ def write(tmp_path: Path) -> Callable[..., str]:
                 "finish_reason": "length" if length(prompt, sample) == 512 else "stop",
                 "source": "made_up",
             }
-            for prompt in range(prompts)
-            for sample in range(samples)
+            for prompt in range(64)
+            for sample in range(2)
         ]
         (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        known = max((length(p, s) for p in range(prompts) for s in range(samples)), default=1)
-        metrics = {"step": 1, "time": 0.0, "response_length/max": longest or known}
-        (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+        longest = max(row["length"] for row in rows)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "response_length/max": longest}) + "\n")
         return str(folder)
 
     return written
@@ -79,14 +67,6 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def search(run_dir: str, *overrides: str, **options: Any) -> tuple[Any, list[str]]:
     said: list[str] = []
     return tune(run_dir, overrides, **{"seeds": 2, "steps": 10, "say": said.append, **options}), said
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["tune", "--run", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    return captured.err.removeprefix("jaxrl: ")
 
 
 def test_a_heavy_tail_asks_for_more_and_none_for_least(write: Callable[..., str]):

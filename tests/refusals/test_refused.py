@@ -1,7 +1,7 @@
 """What is wrong with an input is one sentence, which names the option or the file, its place, the value and the rule.
 
-One case for each kind of mistake, not one for each sentence. Nothing of a large size is allocated, no code of a file is
-run, and nothing is written (`tests/support/refusals.py` checks that).
+One case for each kind of mistake, not one for each sentence; `test_command_lines.py` has those in arguments. Nothing of
+a large size is allocated, no code of a file is run, and nothing is written (`tests/support/refusals.py` checks that).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import gzip
 import json
 import os
 import re
-import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -44,32 +43,7 @@ def together(*steps: Prepare) -> Prepare:
     return lambda folder: [step(folder) for step in steps]
 
 
-# ---------------------------------------------------------------- the command line
-
-COMMAND_LINE = {
-    "trian": "unknown command 'trian': did you mean train?",
-    "train --confg x.yaml": "train: unknown option '--confg': did you mean --config?",
-    "generate --model m --raw --system x hello": "generate: --system and --raw exclude each other",
-    "report one two": "one is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
-    "report run --out file.txt/x.html": (
-        "report: --out (file.txt/x.html) cannot be written: {tmp}/file.txt is not a folder"
-    ),
-    "serve m --host 0.0.0.0": (
-        "serve --host: 0.0.0.0 is reached from other machines, and anyone there could use the model: give a key with "
-        "--api-key-file"
-    ),
-    "export gone out": "gone: neither a run nor a model: there is no such file or folder",
-    "score --responses a.jsonl --out a.jsonl": (
-        "--out (a.jsonl) would replace a.jsonl, which this command reads: name another file"
-    ),
-    "score reward.kind=custom reward.path=reward.py --responses a.jsonl --out o.jsonl": (
-        "a.jsonl, line 2: 'response' must be text, found 1"
-    ),
-}
-
-
 def files_of_commands(folder: Path) -> None:
-    (folder / "file.txt").write_text("mine")
     (folder / "reward.py").write_text("def compute_score(**kwargs): return 1.0\n")
     (folder / "a.jsonl").write_text('{"answer": "1", "response": "1"}\n{"answer": "1", "response": 1}\n')
 
@@ -474,9 +448,6 @@ REWARDS = (
 )
 
 CLASSES: dict[str, Iterable[Refusal]] = {
-    "the command line": [
-        Refusal(tuple(shlex.split(line)), said, files_of_commands) for line, said in COMMAND_LINE.items()
-    ],
     "options": list(of_options()),
     "config files": CONFIG_FILES,
     "data": DATA,

@@ -154,9 +154,9 @@ class Profile:
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> Profile:
+    def from_json(cls, entry: Any) -> Profile:
         """Raises ValueError for another schema, or for anything missing or unknown."""
-        schema = entry.get("schema")
+        schema = entry.get("schema") if isinstance(entry, dict) else None
         if schema != SCHEMA:
             raise ValueError(f"latency profile of schema {schema!r}: this version reads {SCHEMA}: {NEW_PROFILE}")
         kinds = {"decode": Measurement, "prefill": Measurement, "verify": VerifyMeasurement, "switches": SwitchCost}
