@@ -20,14 +20,10 @@ RULES = [
     ("actor.param_dtype=float64 actor.dtype=float32", "actor.dtype must be float64 where actor.param_dtype is"),
     ("actor.numerics=invariant actor.context_parallel_size=2", "actor.context_parallel_size (2) must be 1"),
     ("actor.numerics=invariant rollout.quantization=int8", "=int8 and actor.numerics=invariant exclude each other"),
-    (
-        "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a, b] algorithm.gdpo_reward_weights=[1]",
-        "algorithm.gdpo_reward_weights must have one number for each of gdpo_reward_keys (2), found 1",
-    ),
-    (
-        "algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a, b] algorithm.use_kl_in_reward=true",
-        "algorithm.use_kl_in_reward and algorithm.adv_estimator=gdpo exclude each other",
-    ),
+    ("algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a, b] algorithm.gdpo_reward_weights=[1]",
+     "algorithm.gdpo_reward_weights must have one number for each of gdpo_reward_keys (2), found 1"),
+    ("algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a, b] algorithm.use_kl_in_reward=true",
+     "algorithm.use_kl_in_reward and algorithm.adv_estimator=gdpo exclude each other"),
     ("hosts.num=2 rollout.num_workers=3", "rollout.num_workers (3) counts the workers of all hosts"),
     ("hosts.num=2 trainer.num_devices=4", "trainer.num_devices (4) and"),
     ("hosts.num=2 reward.kind=judge reward.judge.model=m", "reward.judge.model (m) and"),
@@ -37,10 +33,8 @@ RULES = [
     ("hosts.num=4 rollout.hosts_per_worker=2 rollout.warmup=false", "rollout.warmup=false and rollout.hosts_per"),
     ("algorithm.rollout_correction.rollout_rs=[token_k1, token_k1]", "rollout_rs names token_k1 twice"),
     ("algorithm.rollout_correction.rollout_rs=[token_k1]", "rollout_rs_threshold must have one entry"),
-    (
-        "algorithm.rollout_correction={rollout_rs: [token_k2], rollout_rs_threshold: ['0.5_2']}",
-        "rollout_rs_threshold for token_k2 must be a number above 0, found '0.5_2'",
-    ),
+    ("algorithm.rollout_correction={rollout_rs: [token_k2], rollout_rs_threshold: ['0.5_2']}",
+     "rollout_rs_threshold for token_k2 must be a number above 0, found '0.5_2'"),
     ("algorithm.rollout_correction={rollout_rs: [token_k1], rollout_rs_threshold: [half]}", "must be two ratios above"),
     ("algorithm.rollout_correction.rollout_is=token actor.old_logprobs=rollout", "needs actor.old_logprobs=recompute"),
     ("rollout.num_devices=8 trainer.num_devices=8", "rollout.num_devices (8) must be below trainer.num_devices (8)"),
@@ -59,17 +53,13 @@ RULES = [
     ("data.gen_batch_size=2 algorithm.filter_groups={enable: true, max_num_gen_batches: 3}", "(3) must be >= data."),
     ("algorithm.filter_groups={enable: true, path: f.py, metric: acc}", "algorithm.filter_groups.metric (acc) exclude"),
     ("algorithm.filter_groups={enable: true, metric: ''}", "algorithm.filter_groups.metric is empty: name reward"),
-    (
-        "algorithm={adv_estimator: gae, filter_groups: {enable: true}} rollout.temperature=0",
-        "filter_groups.enable leav",
-    ),
+    ("algorithm={adv_estimator: gae, filter_groups: {enable: true}} rollout.temperature=0",
+     "filter_groups.enable leav"),
     ("trainer.stream={enable: true, min_done: 0.9, max_done: 0.5}", "(0.9) must be at most trainer.stream.max_done"),
     ("hosts.num=2 rollout.ranking_groups={enable: true, move: kv}", "rollout.ranking_groups.move (kv)"),
     ("algorithm.adv_estimator=none", "needs algorithm.teacher.path or algorithm.teacher.endpoint"),
-    (
-        "algorithm.adv_estimator=none algorithm.teacher.path=t algorithm.use_kl_in_reward=true",
-        "algorithm.use_kl_in_reward and algorithm.adv_estimator=none exclude each other",
-    ),
+    ("algorithm.adv_estimator=none algorithm.teacher.path=t algorithm.use_kl_in_reward=true",
+     "algorithm.use_kl_in_reward and algorithm.adv_estimator=none exclude each other"),
     ("algorithm.teacher={path: t, context_key: answer, context_template: '{question}'}", "must contain {context}"),
     ("algorithm.teacher={path: t, context_key: answer} actor.ppo_max_token_len_per_gpu=400", "the teacher's longest"),
     ("algorithm.teacher={path: t, endpoint: 'http://h/v1', endpoint_model: m}", "there is one teacher"),
@@ -94,12 +84,10 @@ RULES = [
     ("environment={kind: openai, path: a.py, group: g}", "environment.group (g) needs environment.kind tools, class"),
     ("environment={kind: tools, path: a.py} data.apply_chat_template=false", "needs data.apply_chat_template"),
     ("environment={kind: tools, path: a.py} data.apply_chat_template_kwargs={tools: []}", "kwargs.tools excludes env"),
-    (
-        "environment={kind: tools, path: a.py, reward: last} algorithm.adv_estimator=grpo_turns",
-        "algorithm.adv_estimator=grpo_turns excludes environment.reward=last",
-    ),
+    ("environment={kind: tools, path: a.py, reward: last} algorithm.adv_estimator=grpo_turns",
+     "algorithm.adv_estimator=grpo_turns excludes environment.reward=last"),
     ("environment={kind: tools, path: a.py} rollout.stop=[x]", "rollout.stop excludes environment.kind"),
-]
+]  # fmt: skip
 
 
 FILES = [

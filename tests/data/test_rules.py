@@ -25,11 +25,8 @@ ASKED, ANSWERED = {"role": "user", "content": "Hi"}, {"role": "assistant", "cont
 
 PROBLEMS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, {**OK, "images": ["a.png"]}, "'images' holds ['a.png'], and models are given text alone"),
-    (
-        {},
-        {**OK, "question": [ASKED]},
-        "holds a conversation, found [{'content': 'Hi', 'role': 'user'}]: give data.mess",
-    ),
+    ({}, {**OK, "question": [ASKED]},
+     "holds a conversation, found [{'content': 'Hi', 'role': 'user'}]: give data.mess"),
     ({}, {**OK, "question": " "}, "line 1: 'question' (data.prompt_key) must hold some text, found ' '"),
     ({}, {"problem": "1", "answer": 2}, "no column 'question' (data.prompt_key): found 'problem', 'answer'"),
     ({}, {"questions": "1", "answer": 2}, "no column 'question' (data.prompt_key): did you mean 'questions'?"),
@@ -47,17 +44,11 @@ PROBLEMS: list[tuple[dict[str, Any], Any, str]] = [
     ({"messages_key": "m"}, {"m": [{**ASKED, "tool_calls": [1]}], "answer": 1}, "message 1 has 'tool_calls', which is"),
     ({"messages_key": "m"}, {"m": [{**ASKED, "name": 3}], "answer": 1}, "message 1 must have text in 'name', found 3"),
     ({"messages_key": "m"}, {"m": [{**ASKED, "role": "tool"}], "answer": 1}, "message 1 has the role 'tool', which is"),
-    (
-        {"messages_key": "m"},
-        {"m": [ASKED, ANSWERED], "answer": 1},
-        "must be the user's, which is to be answered, found",
-    ),
-    (
-        {"messages_key": "m"},
-        {"m": [{**ASKED, "content": ""}], "answer": 1},
-        "last message must hold some text, found ''",
-    ),
-]
+    ({"messages_key": "m"}, {"m": [ASKED, ANSWERED], "answer": 1},
+     "must be the user's, which is to be answered, found"),
+    ({"messages_key": "m"}, {"m": [{**ASKED, "content": ""}], "answer": 1},
+     "last message must hold some text, found ''"),
+]  # fmt: skip
 
 
 def problems(folder: Path, row: Any, **options: Any) -> list[Problem]:
@@ -96,28 +87,16 @@ TALKS: list[tuple[str, dict[str, Any], Any, str]] = [
     ("sft", {}, {"prompt": [ASKED, ANSWERED], "completion": "b"}, "another one follows: join them"),
     ("sft", {}, {"prompt": "a", "completion": ""}, "(sft.completion_key) must hold some text, found ''"),
     ("sft", {"apply_chat_template": False}, {"messages": [ASKED]}, "holds a conversation, and data.apply_chat_templ"),
-    (
-        "sft",
-        {"filter_overlong_prompts": False},
-        {"prompt": "a", "completion": "b" * 500},
-        "tokens are more than data.max_prompt_length (200) + data.max_response_length (128) = 328, and",
-    ),
+    ("sft", {"filter_overlong_prompts": False}, {"prompt": "a", "completion": "b" * 500},
+     "tokens are more than data.max_prompt_length (200) + data.max_response_length (128) = 328, and"),
     ("sft", {}, {"prompt": "a", "completion": "b" * 500}, "no rows to learn from: all 1 are longer than"),
     ("dpo", {}, {"prompt": "a", "chosen": "b"}, "'rejected' (dpo.rejected_key) is missing, found 'prompt', 'chosen'"),
     ("dpo", {}, {"chosen": "a", "rejected": "b"}, "'prompt' (dpo.prompt_key) is missing, and 'chosen' and 'rejected'"),
-    (
-        "dpo",
-        {},
-        {"prompt": "Ha", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, {**ANSWERED, "content": "No"}]},
-        "contradicts the row's conversations, which begin with their own prompt: 'Ha' is not in",
-    ),
-    (
-        "dpo",
-        {},
-        {"prompt": [ANSWERED], "chosen": [ASKED, ANSWERED], "rejected": [ASKED, {**ANSWERED, "content": "No"}]},
-        "contradicts the row's conversations",
-    ),
-]
+    ("dpo", {}, {"prompt": "Ha", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, {**ANSWERED, "content": "No"}]},
+     "contradicts the row's conversations, which begin with their own prompt: 'Ha' is not in"),
+    ("dpo", {}, {"prompt": [ANSWERED], "chosen": [ASKED, ANSWERED], "rejected": [ASKED, {**ANSWERED, "content": "No"}]},
+     "contradicts the row's conversations"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +132,9 @@ RESPONSES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"response": "a", "answer": "1", "question": 3}, "'question' (data.prompt_key) must be text, found 3"),
     ({}, {"response": "a", "answer": "1"}, "no column 'response_length' (tokens), on which a part of the reward depen"),
     ({}, {"response": "a", "answer": "1", "length": -1}, "length must be a number of tokens, found -1"),
-    (
-        {"source_key": "s"},
-        {"response": "a", "s": 1.5},
-        "'s' (data.source_key) must be text or a whole number, found 1.",
-    ),
-]
+    ({"source_key": "s"}, {"response": "a", "s": 1.5},
+     "'s' (data.source_key) must be text or a whole number, found 1."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "row", "rule"), RESPONSES)
@@ -190,15 +166,13 @@ def test_where_problems_cannot_come_from(given: Config, rule: str):
 
 
 SOURCES = [
-    (
-        {"data.source_quotas": {"a": 8}},
-        "data.source_quotas: the training data holds 1 prompts of 'b', which has no quota",
-    ),
+    ({"data.source_quotas": {"a": 8}},
+     "data.source_quotas: the training data holds 1 prompts of 'b', which has no quota"),
     ({"data.source_quotas": {"a": 4, "c": 4}}, "data.source_quotas: the training data has no source 'c': it holds"),
     ({"reward.domains": {"aa": {"kind": "math"}}}, "reward.domains.aa: no prompt has the source 'aa': did you mean a?"),
     ({"reward.domains": {"zz": {"kind": "math"}}}, "no prompt has the source 'zz': the data's sources are a, b"),
     ({"reward.domains": {"a": {"kind": "math"}}, "data.answer_key": ""}, "is empty: the source 'b' has no domain"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "rule"), SOURCES, ids=[rule[:40] for _, rule in SOURCES])
@@ -227,14 +201,11 @@ TOKENIZERS = [
     ("tokenizer_config.json", {"eos_token": 3}, "tokenizer_config.json: eos_token must be text or an object with text"),
     ("tokenizer_config.json", {"chat_template": 3}, "chat_template must be text or a list of named templates, found 3"),
     ("tokenizer_config.json", {"chat_template": [3]}, "a list of objects with text in 'name' and 'template', found 3"),
-    (
-        "tokenizer_config.json",
-        {"chat_template": [{"name": "a/b", "template": ""}]},
-        "a chat template's name must be made of letters, digits, _, - and ., found 'a/b'",
-    ),
+    ("tokenizer_config.json", {"chat_template": [{"name": "a/b", "template": ""}]},
+     "a chat template's name must be made of letters, digits, _, - and ., found 'a/b'"),
     ("config.json", {"eos_token_id": [True]}, "config.json: eos_token_id must be a token id, a list of them or null"),
     ("tokenizer.json", {"model": {"type": "Words"}}, "tokenizer.json: not a tokenizer of the tokenizers library ("),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "rule"), TOKENIZERS)

@@ -127,9 +127,6 @@ CONFIG_FILES = (
     ),
     config_file(", line 6: 'n' is given twice, first in line 4", MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n"),
     config_file(
-        ", line 4: 010 would be read to base 8, as 8: leave out the leading 0", MODEL + "trainer:\n  seed: 010\n"
-    ),
-    config_file(
         ", line 1: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'",
         "model: !!python/object/apply:os.system [ls]\n",
     ),
@@ -427,16 +424,6 @@ def reward(sentence: str, source: str | None, *options: str) -> Refusal:
 IMPORTING = "reward.path: importing {tmp}/r.py"
 REWARDS = (
     reward("reward.path must name a Python file (.py), found {tmp}/r.py", None),
-    reward(f"{IMPORTING} failed in line 1 with ModuleNotFoundError: No module named 'no_such'", "import no_such\n"),
-    reward(
-        "reward.name: {tmp}/r.py must define a function 'compute_score', found my_reward: reward.name=my_reward",
-        "def my_reward(): ...\n",
-    ),
-    reward(
-        "reward.name: {tmp}/r.py: compute_score must take one of response, solution_str, completions; found (text, "
-        "answer)",
-        "def compute_score(text, answer): ...\n",
-    ),
     reward(
         f"{IMPORTING} failed: the scorer's process ended with exit code -11", "import ctypes; ctypes.string_at(0)\n"
     ),
