@@ -213,10 +213,10 @@ def _unknown(path: str, key: str, value: Any, section: type[Section]) -> str:
     # of several with that name the first, or the first in the same section
     options = sorted(by_path(), key=lambda option: not option.startswith(f"{path}."))
     everywhere = {option.rsplit(".", 1)[-1]: option for option in reversed(options)}
-    if near and not everywhere.get(key, "").startswith(f"{path}."):
-        hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
-    elif key in everywhere:
+    if key in everywhere:
         hint = f"did you mean {everywhere[key]}?"
+    elif near:
+        hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
     else:
         hint = f"known here: {', '.join(section.model_fields)}"
     return f"unknown option {full}: {hint}"

@@ -141,8 +141,7 @@ CONFIG_FILES = (
 
 # ---------------------------------------------------------------- data
 
-GOOD = {"question": "1 + 1", "answer": "2", "m": [{"role": "user", "content": "1 + 1"}]}
-LINE = json.dumps(GOOD)
+LINE = json.dumps({"question": "1 + 1", "answer": "2"})
 FILE = "{tmp}/a.jsonl"
 EVAL = ("eval", "model.path=random:{model}", *LENGTHS)
 TABLE = pyarrow.Table.from_pylist([{"question": f"{i} + {i}" * 20, "answer": str(2 * i)} for i in range(500)])
@@ -159,10 +158,6 @@ def data(sentence: str, prepare: Prepare, *options: str, name: str = "a.jsonl") 
     return Refusal((*EVAL, f"data.val_files=[{file}]", *options), said, prepare)
 
 
-def second_line(text: str, said: str, *options: str) -> Refusal:
-    return data(f", line 2{said}", writes(f"{LINE}\n{text}\n"), *options)
-
-
 DATA = (
     data(": a data file must end in .jsonl, .jsonl.gz or .parquet", writes("q,a\n", "a.csv"), name="a.csv"),
     data(": holds no rows", writes("\n \n\r\n")),
@@ -171,7 +166,7 @@ DATA = (
         writes(gzip.compress(b" " * (65 * 2**20), 1, mtime=0), "a.jsonl.gz"),
         name="a.jsonl.gz",
     ),
-    second_line(LINE[:20], ": not valid JSON (Expecting ',' delimiter, column 21)"),
+    data(", line 2: not valid JSON (Expecting ',' delimiter, column 21)", writes(f"{LINE}\n{LINE[:20]}\n")),
     data(
         ": not a Parquet file, or a damaged one (Parquet magic bytes not found in footer. Either the file is corrupted "
         "or this is not a parquet file.)",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from checked_blocks import check_blocks
 from plan_rows import decode_rows
-from sim_machine import SMALL, STOP, ConstantCost, sizes
+from sim_machine import STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
@@ -24,10 +24,8 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Plan, Request
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.drafts import Acceptance, SimulatedDrafts, verify
 from jaxrl.sim.executor import SimulatedExecutor, fillers
-from jaxrl.sim.hardware import H100
 from jaxrl.types import SampleKey, SamplingParams
 
 HISTORY = DraftIndex.build([], [])
@@ -152,15 +150,6 @@ def test_a_row_never_gets_more_than_its_plan_has_blocks_for(num_slots: int, num_
         assert counters.accepted_tokens + counters.busy_row_steps + num_first == sum(map(len, samples))
 
 
-def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
-    """A row's room for drafts never takes what another may want in the next plan."""
-    watched = Watched(2, 9)
-    watched.engine.generate([request(i, 30) for i in range(2)])
-    given = {row.max_new for plan in watched.plans for row in decode_rows(plan)}
-    assert given == {STEPS, TOKENS_PER_STEP * STEPS}
-    assert watched.engine.counters.preemptions == 0
-
-
 # ---------------------------------------------------------------- whole runs
 
 SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
@@ -189,19 +178,3 @@ def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(plac
     assert not killed.run(("kill", 40))
     assert killed.run()
     assert killed.decided() == with_drafts.decided()
-
-
-# ---------------------------------------------------------------- what a step costs
-
-
-def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens():
-    cost = CostModel(SMALL, H100)
-    batch, context = np.array([1, 7, 64, 4096]), np.array([100.0, 9_000.0, 64_000.0, 1e7])
-    assert (cost.verify_steps_s(2, batch, 0, context) == cost.decode_steps_s(2, batch, context)).all()
-    weights, row_memory, token_memory, row_compute, token_compute = cost._decode_terms(2)
-    for width in (2, 32):
-        for rows, tokens, found in zip(batch, context, cost.verify_steps_s(2, batch, width, context), strict=True):
-            queries = rows * (1 + width)
-            memory = weights + row_memory * queries + token_memory * tokens
-            compute = row_compute * queries + token_compute * sum(tokens + rows * i for i in range(1 + width))
-            assert found == pytest.approx(max(memory, compute) + cost._pass_s(2, queries), rel=1e-12)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_rollout import FakePrompts, through_disk
-from rounds import START, Steps, Table, aborted, batch_keys, check_table, finish, key, verdict
+from rounds import START, Steps, Table, aborted, finish, key, verdict
 
 from jaxrl.mechanisms.partial_rollout import PartialRollout
-from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.round import BatchSettings
 from jaxrl.types import SampleKey
 
@@ -47,46 +45,6 @@ NEXT_ROUND: Table = [
     (aborted(key(4, 1), []), []),
     *verdicts(key(3, 0), key(3, 1), key(2, 0), key(2, 1)),
 ]
-
-
-def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
-    """N = 2, N' = 3, two samples each."""
-    rule = partial_rollout(2, 2, over_provision=1.5)
-    prompts = FakePrompts(10)
-    current = rule.plan(prompts, RoundTime(1, 0))
-    assert current.kind == "partial"
-    check_table(current, FIRST_ROUND)
-    result = rule.settle(current)
-    assert [group.prompt.index for group in result.groups] == [0, 1]
-    assert result.metrics["rollout/thrown_tokens"] == 0
-    assert result.metrics["rollout/aborted_samples"] == 1
-    assert result.metrics["rollout/queue_length"] == 1
-    assert result.metrics["rollout/buffered_tokens"] == 5
-    assert result.metrics["rollout/resumed_share"] == 0
-
-    state = through_disk(rule.state())
-    rule = partial_rollout(2, 2, over_provision=1.5)
-    rule.load_state(state, prompts)
-    current = rule.plan(prompts, RoundTime(2, 1))
-    check_table(current, NEXT_ROUND)
-    result = rule.settle(current)
-    assert batch_keys(result.groups) == [[key(2, 0), key(2, 1)], [key(3, 0), key(3, 1)]]
-    expected = {
-        "rollout/launched_prompts": 3,
-        "rollout/launched_samples": 5,
-        "rollout/kept_samples": 4,
-        "rollout/aborted_samples": 2,
-        "rollout/thrown_tokens": 0,
-        "rollout/resumed_tokens": 3,
-        "rollout/buffered_tokens": 1,
-        "rollout/trained_age_steps/max": 1,
-        "rollout/trained_age_steps/mean": 0.5,
-        "rollout/resumed_share": 5 / 11,
-        "training/off_policy/spans/max": 2,
-        "training/off_policy/spans/mean": 1.25,
-        "rollout/long_round": 0,
-    }
-    assert {name: result.metrics[name] for name in expected} == expected
 
 
 def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import ModelledWorkload
-from jaxrl.types import Group, TrainBatch
 
 
 def simulated(made: Config, cost: CostModel, workload: ModelledWorkload, **more: Any) -> Any:
@@ -82,40 +79,6 @@ def test_a_step_with_a_stream_by_hand():
 
 
 COST = CostModel(LARGE, H100)
-
-
-class Listening:
-    def __init__(self, stream: Any, given: list[list[Group]]) -> None:
-        self._stream, self._given = stream, given
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def give(self, groups: Sequence[Group], step: int) -> None:
-        self._given.append(list(groups))
-        self._stream.give(groups, step)
-
-
-@pytest.mark.parametrize("num_workers", [2, 4])
-def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
-    """The forward passes and gradients of each group are computed once, and no group differs."""
-    given: list[list[Group]] = []
-    made = streaming(large_config(), num_workers)
-    off = made.replace(trainer=made.trainer.replace(stream=large_config().trainer.stream))
-    _, plain, trained, _ = simulated(off, COST, WORKLOAD)
-    simulation, metrics, same, _ = simulated(made, COST, WORKLOAD, feeding=lambda stream: Listening(stream, given))
-    assert same == trained
-    assert sum(step["rollout/scale_down/freed"] for step in metrics.values()) >= 2
-    assert 0 < sum(step["actor/streamed_share"] for step in metrics.values()) < len(metrics)
-    load = load_of(TrainBatch.of([group for call in given for group in call]))
-    saved_s = sum(
-        plain[step][name] - metrics[step][name]
-        for step in metrics
-        for name in ("timing_s/update_actor", "timing_s/old_log_prob")
-    )
-    assert saved_s == pytest.approx(COST.gradients_s(*load, 8) + COST.forward_s(*load, 8), abs=1e-6)
-    assert COST.gradients_s(*load, 4) == pytest.approx(2 * COST.gradients_s(*load, 8))
-    assert simulation.run.workers.num_open == num_workers
 
 
 @pytest.mark.parametrize("short_rounds", [False, True])

@@ -32,62 +32,6 @@ def tail_batching(num_prompts: int, group_size: int, *, shared: Any = None, **op
     return TailBatching(batch, TailBatching.Options(enable=True, **options))
 
 
-def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
-    rule = tail_batching(2, 2)  # ceil(1.25 * 2) = 3 prompts of 3 responses
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    assert current.kind == "short"
-    launches = [("launch", p, key(p, 0), key(p, 1), key(p, 2)) for p in range(3)]
-    check_table(
-        current,
-        [
-            (START, launches),
-            (finish(key(1, 2), 3), [("score", key(1, 2))]),
-            (finish(key(0, 0), 4), [("score", key(0, 0))]),
-            (finish(key(1, 0), 5), [("score", key(1, 0)), ("abort", key(1, 1))]),
-            (aborted(key(1, 1), 5), []),
-            (verdict(key(1, 2)), []),
-            (finish(key(2, 1), 6), [("score", key(2, 1))]),
-            (
-                finish(key(0, 2), 7),
-                [("score", key(0, 2)), ("abort", key(0, 1)), ("abort", key(2, 0), key(2, 2)), ("cancel", key(2, 1))],
-            ),
-            (verdict(key(0, 0)), []),
-            (aborted(key(0, 1), 7), []),
-            (verdict(key(1, 0)), []),
-            (aborted(key(2, 0), 7), []),
-            (verdict(key(0, 2)), []),
-            (aborted(key(2, 2), 0), []),
-        ],
-    )
-    result = rule.settle(current)
-    assert batch_keys(result.groups) == [[key(0, 0), key(0, 2)], [key(1, 0), key(1, 2)]]
-    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 0, 1)]
-    assert result.left == {}
-    expected = {
-        "rollout/long_round": 0,
-        "rollout/launched_prompts": 3,
-        "rollout/launched_samples": 9,
-        "rollout/kept_prompts": 2,
-        "rollout/kept_samples": 4,
-        "rollout/aborted_samples": 4,
-        "rollout/filtered_prompts": 0,
-        "rollout/failed_prompts": 0,
-        "rollout/filtered_tokens": 0,
-        "rollout/thrown_tokens": 5 + 7 + 7 + 0 + 6,  # four aborted, and (2, 1), which had ended
-        "rollout/length_bias": (19 / 4) / (44 / 9),
-        "rollout/trained_age_steps/mean": 0,
-        "rollout/trained_age_steps/max": 0,
-        "rollout/resumed_share": 0,
-        "rollout/deferred_prompts": 1,
-        "rollout/queue_length": 1,
-        "rollout/queue_age_steps/mean": 0,
-        "rollout/queue_age_steps/max": 0,
-        "rollout/queue_age_rounds/mean": 0,
-        "rollout/queue_age_rounds/max": 0,
-    }
-    assert result.metrics == expected
-
-
 def test_four_short_rounds_and_a_long_one():
     """RollPacker §3: P0 = 4, R0 = 4, η = 1.25: one prompt of five is deferred, and the fifth round runs those four."""
     rule = tail_batching(4, 4, relaunch="new")
