@@ -1,6 +1,7 @@
 """Options that do not fit each other: a row for each rule, with what its sentence must name."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -191,13 +192,9 @@ FUNCTIONS = [
 @pytest.mark.parametrize(("text", "rule"), FUNCTIONS, ids=[rule[:40] for _, rule in FUNCTIONS])
 def test_a_file_without_the_function_that_is_asked_for(text: str, rule: str, tmp_path: Path):
     (tmp_path / "r.py").write_text(text)
+    names, read = ("reward.path", "reward.name"), partial(read_user_file, "reward.path", str(tmp_path / "r.py"))
     with pytest.raises(ValueError, match=re.escape(rule)):
-        user_function(
-            ("reward.path", "reward.name"),
-            read_user_file("reward.path", str(tmp_path / "r.py")),
-            "score",
-            ("text", "answer"),
-        )
+        user_function(names, read(), "score", ("text", "answer"))
     with pytest.raises(ValueError, match=r"^reward\.path: no such file: /"):
         read_user_file("reward.path", str(tmp_path / "gone.py"))
 
@@ -212,11 +209,7 @@ def test_a_function_may_take_one_of_its_arguments():
 
 @pytest.mark.parametrize(
     ("word", "found"),
-    [
-        ("xyzzy", None),
-        ("lora", "here it is model.lora_rank"),
-        ("strategy", "there is no FSDP or Megatron"),
-    ],
+    [("xyzzy", None), ("lora", "here it is model.lora_rank"), ("strategy", "there is no FSDP or Megatron")],
 )
 def test_what_a_word_of_verls_is_here(word: str, found: str | None):
     said = advice_by_word(word)

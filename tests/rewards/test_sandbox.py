@@ -206,6 +206,23 @@ def test_orphans_end_where_all_of_ours_is_killed_at_once(user: str):
     assert is_over or not namespaces, "docs/code-rewards.md says so of machines without namespaces"
 
 
+CAGE = """
+import time
+from jaxrl.rewards.sandbox import processes
+asks = processes.die_with_parent
+processes.die_with_parent = lambda parent: (time.sleep(0.5), asks(parent))
+processes.make_cage()
+"""
+
+
+def test_a_cage_ends_where_its_parent_is_killed_before_it_asks_to_be_killed_with_it():
+    with subprocess.Popen([sys.executable, "-c", CAGE], cwd=ROOT) as parent:
+        while not (first := descendants(parent.pid)) and parent.poll() is None:
+            pass
+        parent.kill()
+    assert have_ended(first, 5.0)
+
+
 def name_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()

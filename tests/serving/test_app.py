@@ -212,23 +212,15 @@ REFUSED = [
     ("/v1/completions", {"prompt": ["x"] * 9, "n": 5}, 400, "45 responses are asked for at once, and this server"),
     ("/v1/completions", {"prompt": "x" * 20_000}, 400, "20000 characters, which are more than 256 tokens"),
     ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"x": 1}}, 400, "reads no variable 'x'"),
-    # what was sent decides which alternative of a union is spoken of
     ("/v1/completions", {"prompt": [[1, 2], [3, -1]]}, 400, "prompt.1.1: Input should be greater than or equal to 0"),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        400,
-        "messages.0.content.0.type: must be 'text': this server takes no images",
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        400,
-        "messages.1.tool_calls.0.function.arguments: must be a JSON object, found ",
-    ),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400,
+     "messages.0.content.0.type: must be 'text': this server takes no images"),
+    ("/v1/chat/completions",
+     {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]}, 400,
+     "messages.1.tool_calls.0.function.arguments: must be a JSON object, found "),
     ("/nowhere", {}, 404, "POST /nowhere: Not Found"),
     ("/v1/models", {}, 405, "Method Not Allowed"),
-]
+]  # fmt: skip
 
 
 def path_leads(body: Any, path: str) -> bool:

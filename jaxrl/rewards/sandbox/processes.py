@@ -63,16 +63,22 @@ def make_cage() -> int:
         unshare(NEW_PROCESSES)
     except OSError:
         return 0
+    told, tells = os.pipe()
     first = os.fork()
     if first == 0:
         try:
+            os.close(told)
             die_with_parent(0)
+            os.write(tells, b".")  # fails if the parent has ended before that: getppid is 0 in here at all times
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             os.closerange(0, 1 << 20)
             while True:
                 signal.pause()
         finally:
             os._exit(1)
+    os.close(tells)
+    os.read(told, 1)
+    os.close(told)
     return first
 
 
