@@ -39,7 +39,7 @@ Recipe = Mapping[str, Any]
 
 
 def write_rows(config: Path, out: Path) -> None:
-    """The problems of a configuration, each with its answer as `completion` and as `chosen`, and the next number as
+    """The problems of a configuration, each with its answer as `completion` and as `chosen`, and a sentence with it as
     `rejected`."""
     given = load(config, [])
     learnt = load_train(given)
@@ -47,8 +47,8 @@ def write_rows(config: Path, out: Path) -> None:
     for name, problems in (("train", learnt), ("val", load_validation(given, learnt))):
         with (out / f"{name}.jsonl").open("w") as file:
             for problem in problems:
-                right, wrong = str(problem.answer), str(int(problem.answer or 0) + 1)
-                row = {"prompt": problem.question, "completion": right, "chosen": right, "rejected": wrong}
+                said, wordy = str(problem.answer), f"The answer is {problem.answer}."
+                row = {"prompt": problem.question, "completion": said, "chosen": said, "rejected": wordy}
                 file.write(json.dumps(row) + "\n")
 
 
@@ -107,6 +107,7 @@ def page(name: str, record: Mapping[str, Any]) -> str:
         for seed, found in seeds.items()
     )
     commands = "\n".join(f"jaxrl {line}" for line in recipe["commands"])
+    folders = "`{0}` is the folder of the first run, and the script writes the other files into `{out}`."
     return f"""\
 # {recipe["title"]}
 
@@ -115,6 +116,7 @@ def page(name: str, record: Mapping[str, Any]) -> str:
 ```bash
 {commands}
 ```
+{folders if "{" in commands else ""}
 
 ![{recipe["metric"]} over steps, a line for each seed]({name}.svg)
 
@@ -140,9 +142,9 @@ def main() -> int:
     recipe, kept = RECIPES[options.name], PAGES / f"{options.name}.json"
     if options.record:
         seeds = {str(seed): train(options.name, recipe, seed, options.out) for seed in SEEDS}
-        untrained = max(found["curve"][0][1] for found in seeds.values())
-        if band(seeds)[0] <= untrained:
-            raise ValueError(f"the band {band(seeds)} holds {untrained}, which no training gave: take more steps")
+        untrained, (low, high) = [found["curve"][0][1] for found in seeds.values()], band(seeds)
+        if low <= max(untrained) and min(untrained) <= high:
+            raise ValueError(f"{low:.3f} to {high:.3f} is no more than no training gives, {untrained}: take more steps")
         record = header("recipe", describe([]), command(sys.argv)) | recipe | {"seeds": seeds}
         PAGES.mkdir(exist_ok=True)
         kept.write_text(json.dumps(record, indent=1) + "\n")
