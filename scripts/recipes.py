@@ -107,7 +107,7 @@ def page(name: str, record: Mapping[str, Any]) -> str:
         for seed, found in seeds.items()
     )
     commands = "\n".join(f"jaxrl {line}" for line in recipe["commands"])
-    folders = "`{0}` is the folder of the first run, and the script writes the other files into `{out}`."
+    folders = "\n`{0}` is the folder of the first run, and the script writes the other files into `{out}`.\n"
     return f"""\
 # {recipe["title"]}
 
@@ -117,7 +117,6 @@ def page(name: str, record: Mapping[str, Any]) -> str:
 {commands}
 ```
 {folders if "{" in commands else ""}
-
 ![{recipe["metric"]} over steps, a line for each seed]({name}.svg)
 
 The last value of `{recipe["metric"]}` must lie in **{low:.3f} to {high:.3f}**: the mean of {len(seeds)} seeds ±
