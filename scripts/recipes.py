@@ -107,7 +107,8 @@ def page(name: str, record: Mapping[str, Any]) -> str:
         for seed, found in seeds.items()
     )
     commands = "\n".join(f"jaxrl {line}" for line in recipe["commands"])
-    folders = "\n`{0}` is the folder of the first run, and the script writes the other files into `{out}`.\n"
+    folders = "`{0}` is the folder of the first run, and the script writes the other files into `{out}`."
+    folders = f"\n{folders}\n" if "{" in commands else ""
     return f"""\
 # {recipe["title"]}
 
@@ -116,7 +117,7 @@ def page(name: str, record: Mapping[str, Any]) -> str:
 ```bash
 {commands}
 ```
-{folders if "{" in commands else ""}
+{folders}
 ![{recipe["metric"]} over steps, a line for each seed]({name}.svg)
 
 The last value of `{recipe["metric"]}` must lie in **{low:.3f} to {high:.3f}**: the mean of {len(seeds)} seeds ±

@@ -63,22 +63,22 @@ def make_cage() -> int:
         unshare(NEW_PROCESSES)
     except OSError:
         return 0
-    told, tells = os.pipe()
+    parents_end, own_end = os.pipe()
     first = os.fork()
     if first == 0:
         try:
-            os.close(told)
+            os.close(parents_end)
             die_with_parent(0)
-            os.write(tells, b".")  # fails if the parent has ended before that: getppid is 0 in here at all times
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            os.write(own_end, b".")  # fails if the parent has ended already, which getppid does not show: it is 0 here
             os.closerange(0, 1 << 20)
             while True:
                 signal.pause()
         finally:
             os._exit(1)
-    os.close(tells)
-    os.read(told, 1)
-    os.close(told)
+    os.close(own_end)
+    os.read(parents_end, 1)
+    os.close(parents_end)
     return first
 
 
