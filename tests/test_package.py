@@ -69,9 +69,10 @@ def test_sdist_and_wheel_hold_every_file_once(built):
     wanted = {
         file.relative_to(ROOT).as_posix() for folder in ("jaxrl", *LINKED) for file in (ROOT / folder).rglob("*.py")
     }
-    wanted = {f"jaxrl/{name}" if name.startswith(LINKED) else name for name in wanted} | {"jaxrl/py.typed"}
-    wanted |= {f"jaxrl/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / "configs").rglob("*.yaml")}
-    wanted -= {name for name in wanted if name.startswith("jaxrl/configs/cluster/")}  # to be copied, not to be named
+    wanted = {f"jaxrl/{name}" if name.startswith(LINKED) else name for name in wanted}
+    wanted |= {"jaxrl/py.typed", "jaxrl/serving/chat.html"}
+    configs = [file for kind in ("*.yaml", "*.gin") for file in (ROOT / "configs").rglob(kind)]
+    wanted |= {f"jaxrl/{file.relative_to(ROOT).as_posix()}" for file in configs if file.parent.name != "cluster"}
     assert "jaxrl/configs/chain_sum.yaml" in wanted
     assert {"jaxrl/sharding/layout.py", "jaxrl/kernels/attention.py"} <= wanted
     with zipfile.ZipFile(wheel) as archive:
@@ -87,7 +88,7 @@ def test_the_wheel_trains_in_a_clean_environment(clean, tiny_model, tmp_path):
     packages = json.loads(run(clean / "python", "-m", "pip", "list", "--format=json", cwd=tmp_path))
     installed = {package["name"].lower() for package in packages}
     assert "jaxrl" in installed
-    assert not installed & {"ray", "torch", "transformers", "pytest"}
+    assert not installed & {"ray", "torch", "transformers"}
     where = run(clean / "python", "-c", "import jaxrl.sharding.rules as r; print(r.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(clean.parent)
 
