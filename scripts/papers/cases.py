@@ -61,7 +61,8 @@ class Case:
     degrees: tuple[int, ...] = ()  # that an adaptive layout may use
     workers: int = 1  # that roll out
     planner: bool = False  # the degree follows preemptions
-    own_trainer: bool = False  # training costs what RollPacker's own trainer does, not its baseline's
+    # what costs RollPacker's own and not its baseline's: nothing, its training, or its rollouts' start and end as well
+    own: Literal["", "trainer", "system"] = ""
     stream: Literal["off", "adaptive", "fixed"] = "off"  # what frees devices for a stream trainer in long rounds
     freed_at: float = 0.0  # with `fixed`: the share of a round's samples after which they are freed
     fetch: float = 0.0  # the stream gets groups once, at most this share of the batch; 0: as they end
@@ -108,10 +109,9 @@ class Case:
     @property
     def problem(self) -> str:
         """The calibration problem that its constants are from: the set-up's, its machine's or its paper's."""
-        if self.own_trainer:
-            return "rollpacker_7b_trainer"
         names = (self.setup, self.setup.rpartition(".")[0], self.paper)
-        return next((_PROBLEMS[name] for name in names if name in _PROBLEMS), self.paper)
+        found = next((_PROBLEMS[name] for name in names if name in _PROBLEMS), self.paper)
+        return f"{found}_{self.own}" if self.own else found
 
     @property
     def title(self) -> str:
@@ -215,11 +215,11 @@ def jobs_of(cases: Sequence[Case]) -> list[list[Case]]:
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
     values = calibration[case.problem]
-    says = [name for name in ("planner", "own_trainer", "freed_at", "fetch", "one_off") if getattr(case, name)]
+    says = [name for name in ("planner", "freed_at", "fetch", "one_off") if getattr(case, name)]
     if case.stream != "off":
         says.append("stream")
     options: dict[str, Any] = {}
-    for name in ("all", case.paper, case.rule, *says):
+    for name in ("all", case.paper, case.rule, case.own, *says):
         options |= _OPTIONS.get(name, {})
     options |= {
         "model.path": case.of.model,

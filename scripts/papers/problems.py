@@ -240,6 +240,7 @@ def _drafts(values: Values, num_responses: int = 40, num_tokens: int = 1500) -> 
 TASKS = ("math", "code", "judge")
 FORWARDS = 2  # passes beside the update: old log-probabilities and the reference model
 _OWN_FORWARDS = 1  # the same in RollPacker's trainer, which skips the old log-probabilities
+_FACTOR = 1.25  # of prompts and of responses, that a short round begins
 _NUM_BATCHES = 5
 _QUANTILES = {"p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95}
 
@@ -403,6 +404,26 @@ def _own_trainer(values: Values) -> dict[str, float]:
     return {"rollpacker.7b_own_trainer_step": sum(_stages_s("rollpacker.7b", values, ("math",), _OWN_FORWARDS))}
 
 
+def _system(size: str, values: Values) -> dict[str, float]:
+    """Fig. 11c's seconds of a short round, in which the first prompts of which enough responses have ended make the
+    batch: of its start and training, and of its rollout, after which all other responses are aborted one by one."""
+    name = f"rollpacker.{size}"
+    setup, cost = SETUPS[name], cost_of(SETUPS[name], values)
+    begun = replace(setup, num_prompts=int(_FACTOR * setup.num_prompts), group_size=int(_FACTOR * setup.group_size))
+    aborted = begun.num_prompts * begun.group_size - setup.num_prompts * setup.group_size
+    lengths = [task_lengths(values, task) for task in TASKS]
+    rollout, train = [], []
+    for batch in mixed_batches(begun, lengths, values["correlation"], _NUM_BATCHES):
+        groups = sorted((sorted(each)[: setup.group_size] for each in batch), key=lambda group: group[-1])
+        kept = groups[: setup.num_prompts]
+        drawn = [[min(length, kept[-1][-1]) for length in each] for each in batch]
+        rollout.append(rollout_s(cost, begun, drawn) + aborted * values["abort_s"])
+        train.append(train_s(cost, setup.num_devices, kept, _OWN_FORWARDS))
+    start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
+    seconds = {"start": start, "train": mean(train), "rollout": mean(rollout)}
+    return {f"{name}.short_{part}_s": value for part, value in seconds.items()}
+
+
 # ---------------------------------------------------------------- all of them
 
 _PREDICTIONS: dict[str, tuple[Predict, ...]] = {
@@ -417,6 +438,9 @@ _PREDICTIONS: dict[str, tuple[Predict, ...]] = {
     "rollpacker_7b": (partial(_mixed, "7b"), _long_round_7b),
     "rollpacker_7b_trainer": (_own_trainer,),
     "rollpacker_32b": (partial(_mixed, "32b"),),
+    "rollpacker_32b_system": (partial(_system, "32b"),),
+    "rollpacker_system": (partial(_system, "14b"), partial(_system, "14b")),
+    "rollpacker_7b_system": (partial(_system, "7b"), partial(_system, "7b")),
 }
 
 

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -28,7 +28,7 @@ from jaxrl.record import run_dir
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.run.simulation import Simulation, build
 from jaxrl.sim.trainer import SimulatedStream
-from jaxrl.types import Group
+from jaxrl.types import Group, Sample
 from papers.calibration import Calibration
 from papers.cases import Case, configuration, models
 
@@ -135,7 +135,22 @@ def _built(
 
     feeding = partial(_feeding, case)
     simulation = build(config, *models(case, calibration), feeding=feeding, on_step=on_step, save=save)
+    if abort_s := calibration[case.problem].get("abort_s", 0.0):
+        _charge_aborts(simulation, abort_s)
     return simulation
+
+
+def _charge_aborts(simulation: Simulation, seconds: float) -> None:
+    """Each response that is aborted holds the controller up."""
+    workers = simulation.run.workers
+    abort = workers.abort
+
+    def charged(request_ids: Iterable[int]) -> list[Sample]:
+        samples = abort(request_ids)
+        simulation.clock.advance(seconds * len(samples))
+        return samples
+
+    workers.abort = charged
 
 
 def _feeding(case: Case, stream: SimulatedStream) -> Any:
