@@ -406,18 +406,20 @@ def _own_trainer(values: Values) -> dict[str, float]:
 
 def _system(size: str, values: Values) -> dict[str, float]:
     """Fig. 11c's seconds of a short round, in which the first prompts of which enough responses have ended make the
-    batch: of its start and training, and of its rollout, after which all other responses are aborted one by one."""
+    batch: of its start and training, and of its rollout, for which each response that is aborted stops the engines."""
     name = f"rollpacker.{size}"
     setup, cost = SETUPS[name], cost_of(SETUPS[name], values)
     begun = replace(setup, num_prompts=int(_FACTOR * setup.num_prompts), group_size=int(_FACTOR * setup.group_size))
-    aborted = begun.num_prompts * begun.group_size - setup.num_prompts * setup.group_size
     lengths = [task_lengths(values, task) for task in TASKS]
-    rollout, train = [], []
+    last, rollout, train = setup.group_size - 1, [], []
     for batch in mixed_batches(begun, lengths, values["correlation"], _NUM_BATCHES):
-        groups = sorted((sorted(each)[: setup.group_size] for each in batch), key=lambda group: group[-1])
-        kept = groups[: setup.num_prompts]
-        drawn = [[min(length, kept[-1][-1]) for length in each] for each in batch]
+        ended = sorted(map(sorted, batch), key=lambda group: group[last])
+        ends = [group[last] for group in ended[: setup.num_prompts]]
+        ends += ends[-1:] * (len(ended) - len(ends))  # the deferred, with the last that is kept
+        drawn = [[min(n, end) for n in group] for group, end in zip(ended, ends, strict=True)]
+        aborted = sum(n > end for group, end in zip(ended, ends, strict=True) for n in group)
         rollout.append(rollout_s(cost, begun, drawn) + aborted * values["abort_s"])
+        kept = [group[: setup.group_size] for group in ended[: setup.num_prompts]]
         train.append(train_s(cost, setup.num_devices, kept, _OWN_FORWARDS))
     start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
     seconds = {"start": start, "train": mean(train), "rollout": mean(rollout)}

@@ -27,6 +27,7 @@ from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.record import run_dir
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.run.simulation import Simulation, build
+from jaxrl.sim.clock import nanoseconds
 from jaxrl.sim.trainer import SimulatedStream
 from jaxrl.types import Group, Sample
 from papers.calibration import Calibration
@@ -141,13 +142,14 @@ def _built(
 
 
 def _charge_aborts(simulation: Simulation, seconds: float) -> None:
-    """Each response that is aborted holds the controller up."""
-    workers = simulation.run.workers
+    """Each response that is aborted stops the engines, and holds the controller up."""
+    workers, executors, clock = simulation.run.workers, simulation.run.executors, simulation.clock
     abort = workers.abort
 
     def charged(request_ids: Iterable[int]) -> list[Sample]:
         samples = abort(request_ids)
-        simulation.clock.advance(seconds * len(samples))
+        executors.occupy(clock.now_ns, nanoseconds(seconds * len(samples)))
+        clock.advance(seconds * len(samples))
         return samples
 
     workers.abort = charged
