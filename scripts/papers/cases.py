@@ -37,7 +37,7 @@ RANKING_GROUPS = {"math": 16, "code": 8}  # RhymeRL §7.2.3
 VERIFY_TOKENS = 256  # of a step of a dp group: what jaxrl takes on GPUs
 
 _PROBLEMS = {"rhymerl": "rhymerl_machine", "pat.a40": "pat_a40", "pat.h100": "pat_h100"}
-_PROBLEMS |= {"rollpacker.7b": "rollpacker_7b", "rollpacker.32b": "rollpacker_32b"}
+_PROBLEMS |= {"rollpacker.7b": "rollpacker_7b", "rollpacker.8b": "rollpacker_7b", "rollpacker.32b": "rollpacker_32b"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class Case:
     pass_spread: float = 2.0  # how much prompts differ in how often they are solved (`simulate.tasks.NAME.pass_spread`)
     judge: Literal["workers", "devices"] = "workers"  # beside all devices, or it takes its time from the rollout's
     one_off: bool = False  # half of the devices roll out for the next step (RollPacker §6.7)
+    lengths: str = ""  # the problem that has them, where it is not the case's own
     longer: float = 1.0  # times the median length
     memory: float = 0.0  # the share of a device's memory for the rollout
 
@@ -335,7 +336,8 @@ def models(case: Case, calibration: Calibration) -> tuple[CostModel, ModelledWor
     values = calibration[case.problem]
     limits = (case.max_tokens, PROMPT_TOKENS)
     if case.paper == "rollpacker":
-        tasks = tuple(_rollpacker_task(case, values, name) for name in case.tasks)
+        elsewhere = lengths_of(calibration[case.lengths]) if case.lengths else None
+        tasks = tuple(_rollpacker_task(case, values, name, elsewhere) for name in case.tasks)
         workload = ModelledWorkload(case.seed, tasks, *limits, values["reward.code.timeout_s"])
     elif case.paper == "rhymerl":
         workload = ModelledWorkload(case.seed, (_rhymerl_task(case, calibration),), *limits)
@@ -354,11 +356,11 @@ def _task(name: str, lengths: SimulatedLengths, **more: Any) -> SimulatedTask:
     return SimulatedTask(name=name, response=lengths, prompt_median=PROMPT_TOKENS, prompt_sigma=0.0, **more)
 
 
-def _rollpacker_task(case: Case, values: Values, name: str) -> SimulatedTask:
+def _rollpacker_task(case: Case, values: Values, name: str, lengths: SimulatedLengths | None) -> SimulatedTask:
     median_s, hang_share = values[f"reward.{name}.median_s"], values[f"reward.{name}.hang_share"]
     scoring = SimulatedScoring(median_s=median_s, hang_share=hang_share)
     more = {"correlation": values["correlation"], "scoring": scoring, "pass_spread": case.pass_spread}
-    return _task(name, task_lengths(values, name), **more)
+    return _task(name, lengths or task_lengths(values, name), **more)
 
 
 def _rhymerl_task(case: Case, calibration: Calibration) -> SimulatedTask:

@@ -68,6 +68,7 @@ def _measured(case: Case, found: Mapping[str, float], groups: Sequence[Group], d
         "trained_tokens": sum(map(len, samples)),
         "stale_share": found["training/off_policy/share"],  # of the batch's tokens: from earlier rollouts
         "stale_samples": sum(int(sample.versions[0]) < newest for sample in samples) / len(samples),
+        "preempted": int(found.get("rollout/preemptions", 0.0)),
         "switches": int(found.get("rollout/layout/switches", 0.0)),
         "degrees": found.get("rollout/layout/final_tp", float(case.degree)),  # that rounds ended in
         "streamed": found.get("actor/streamed_share", 0.0),  # of prompts: gradients beside the rollout
