@@ -8,7 +8,7 @@ published parts are off by more than `PART` is met by cancellation, and not coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from papers import slime
 from papers.calibration import Calibration, efficiency_of
 from papers.cases import EPOCH_STEPS
 from papers.facts import FACTS
-from papers.pages import BAR, REPORTED, Found, Result, head, line, shown
+from papers.pages import BAR, REPORTED, Result, line, render, shown
 from papers.rhymerl_closed import mean_step_s
 from papers.runs import read
 from papers.what_if import WARM_UP, Variant, april_rollouts
@@ -31,15 +31,6 @@ PART = 0.3
 DEGREES = (1, 2, 4, 8)
 MODELS = ("7B/8k", "14B/16k", "32B/32k")
 PARTS = {"start_s": "weights, waking", "gen_s": "rollout", "reward_s": "reward", "train_s": "training"}
-HEADER = """\
-# Every row of the papers beside ours
-
-Made by `python scripts/reproduce_papers.py --headline` from the newest records. Mean over seeds ± their standard
-deviation. *Error*: of (speed-up − 1), or of the number itself where it is no speed-up. *Sum only*: within 25 %, but
-parts of it that are published are off by more than 30 %; such a row does not count as met. *Over the best static
-setting*: the same step over the fastest one that the baseline has at any static degree; tail batching and the adaptive
-stream trainer at their own best degree, too. For APRIL and RhymeRL degrees are compared in closed form.
-"""
 
 
 @dataclass(slots=True)
@@ -101,17 +92,9 @@ class Results(dict[str, Result]):
 
     def degrees(self, name: str, column: str, row: str) -> np.ndarray:
         """The fastest step of a row of the experiment at any degree."""
-        rows = [each for each in self[name].experiment if each.startswith(f"{row}, tp") or each == self.usual(row)]
+        usual = "+ tail batching" if row == "tail" else row
+        rows = [each for each in self[name].experiment if each.startswith(f"{row}, tp") or each == usual]
         return self.fastest(name, column, rows)
-
-    @staticmethod
-    def usual(row: str) -> str:
-        return "+ tail batching" if row == "tail" else row
-
-
-def parts(found: Found, theirs: Mapping[str, float], long: bool) -> dict[str, tuple[float, float]]:
-    """By part of a round of one kind: our seconds and the paper's."""
-    return {name: (float(np.mean(found(name, long))), seconds) for name, seconds in theirs.items()}
 
 
 def off(ours: float, theirs: float) -> bool:
@@ -119,27 +102,25 @@ def off(ours: float, theirs: float) -> bool:
 
 
 def published_parts(results: Results, model: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """RollPacker Fig. 11c, by kind of round."""
-    found = results["rollpacker"].found("+ stream trainer", model)
-    source = f"RollPacker Fig. 11c, {model}, "
-    return {kind: parts(found, REPORTED[source + kind], kind == "long") for kind in ("short", "long")}
-
-
-def is_fitted(model: str, kind: str, part: str) -> bool:
-    """Whether a part is a fact of the calibration."""
-    return part == "start_s" or (kind == "short" and (part == "train_s" or (part, model) == ("gen_s", "32B/32k")))
+    """RollPacker Fig. 11c, by kind of round and part: our seconds and the paper's."""
+    found, paper = results["rollpacker"].found("+ stream trainer", model), "RollPacker Fig. 11c"
+    return {
+        kind: {
+            part: (float(np.mean(found(part, kind == "long"))), theirs)
+            for part, theirs in REPORTED[f"{paper}, {model}, {kind}"].items()
+        }
+        for kind in ("short", "long")
+    }
 
 
 def deciding(results: Results, model: str, kinds: Sequence[str] = ("short", "long")) -> list[tuple[float, float]]:
-    """The published parts that are more than a twentieth of their step and were not fitted: our seconds and theirs."""
-    found = {kind: published_parts(results, model)[kind] for kind in kinds}
-    least = {kind: 0.05 * sum(theirs for _, theirs in parts.values()) for kind, parts in found.items()}
-    return [
-        each
-        for kind, parts in found.items()
-        for part, each in parts.items()
-        if each[1] > least[kind] and not is_fitted(model, kind, part)
-    ]
+    """The published parts that are more than a twentieth of their step and no facts of the calibration."""
+    published, found = published_parts(results, model), []
+    for kind in kinds:
+        least = 0.05 * sum(theirs for _, theirs in published[kind].values())
+        fitted = ("start_s", "gen_s", "train_s") if kind == "short" else ("start_s",)
+        found += [each for part, each in published[kind].items() if part not in fitted and each[1] > least]
+    return found
 
 
 def parts_are_off(results: Results, model: str, kinds: Sequence[str] = ("short", "long")) -> bool:
@@ -163,12 +144,9 @@ def rollpacker(results: Results) -> Iterator[Line]:
             yield Line(name, theirs, ours, control=control, cancels=cancels)
     for model in MODELS:
         theirs = REPORTED["RollPacker Fig. 10, RollPacker over RLHFuse"][model]
-        yield Line(
-            f"RollPacker Fig. 10, over RLHFuse, {model}",
-            theirs,
-            results.gain("rollpacker", model, "RLHFuse", "+ stream trainer"),
-            cancels=parts_are_off(results, model),
-        )
+        ours = results.gain("rollpacker", model, "RLHFuse", "+ stream trainer")
+        name = f"RollPacker Fig. 10, over RLHFuse, {model}"
+        yield Line(name, theirs, ours, cancels=parts_are_off(results, model))
     for kind, long in (("short", False), ("long", True)):
         for model in MODELS:
             step = FACTS[f"{main.found('plain', model).case.setup}.step_s"].low
@@ -186,9 +164,8 @@ def rollpacker(results: Results) -> Iterator[Line]:
         theirs = REPORTED["RollPacker §6.5, asynchronous reward computation"][model]
         ours = results.gain("rollpacker", model, "+ tail batching", "+ rewards beside the rollout")
         yield Line(f"RollPacker §6.5, asynchronous rewards, {model}", theirs, ours)
-    code, tail = main.found("code", "14B/16k"), main.found("code, + tail batching", "14B/16k")
-    cut = code("longest") / tail("longest", False)
-    yield Line("RollPacker Fig. 4a, longest response cut in short rounds, 14B", 8.9, cut, False)
+    code, tail = (main.found(row, "14B/16k")("longest", False) for row in ("code", "code, + tail batching"))
+    yield Line("RollPacker Fig. 4a, longest response cut in short rounds, 14B", 8.9, code / tail, False)
     bars = results["rollpacker-rollouts"]
     for model in MODELS:
         plain = bars.found("plain", model).longest_s
@@ -203,21 +180,15 @@ def rollpacker(results: Results) -> Iterator[Line]:
     rewards = results["rollpacker-rewards"]
     fixed, own = (rewards.found(row, "authors' configuration").scored_s for row in ("fixed", "a column, for every row"))
     ratios = [fixed(long) / own(long) for long in (False, True)]
-    theirs = [
-        REPORTED["RollPacker Fig. 14c, s of a round, fixed"][kind]
-        / REPORTED["RollPacker Fig. 14c, s of a round, adaptive"][kind]
-        for kind in ("short", "long")
-    ]
+    paper = [REPORTED[f"RollPacker Fig. 14c, s of a round, {row}"] for row in ("fixed", "adaptive")]
+    theirs = [paper[0][kind] / paper[1][kind] for kind in ("short", "long")]
     mixed = (4 * ratios[0] + ratios[1]) / 5  # the mean of the ratios of the steps, as theirs comes to 1.6
     yield Line("RollPacker Fig. 14c, adaptive over fixed time-outs, 7B/8k", 1.6, mixed)
     yield Line("the same, short rounds", theirs[0], ratios[0])
     yield Line("the same, long rounds", theirs[1], ratios[1], False)
     scale = results["rollpacker-scale"]
-    yield Line(
-        "RollPacker Fig. 15, one-off pipeline, 7B/8k",
-        1.71,
-        results.gain("rollpacker-scale", "Fig. 15, 7B/8k", "plain", "+ reward scheduler"),
-    )
+    ours = results.gain("rollpacker-scale", "Fig. 15, 7B/8k", "plain", "+ reward scheduler")
+    yield Line("RollPacker Fig. 15, one-off pipeline, 7B/8k", 1.71, ours)
     for size in ("32", "128"):
         ours = results.gain("rollpacker-scale", f"Fig. 16, {size}", "plain", "whole")
         cancels = parts_are_off(results, "14B/16k")
@@ -251,9 +222,8 @@ def planner(results: Results) -> Iterator[Line]:
     at = {tp: [runs.found(f"tp {tp}", length).rollout_s for length in lengths] for tp in (1, 2, 4, 8)}
     own = np.sum([at[tp][i] for i, tp in enumerate(chosen)], 0)
     control = min((np.sum(seconds, 0) for seconds in at.values()), key=np.mean) / own
-    yield Line(
-        "RollPacker Fig. 13a, the paper's degrees over tp 1, 14B, 8k to 32k", 1.9, sum(at[1]) / own, True, control
-    )
+    name = "RollPacker Fig. 13a, the paper's degrees over tp 1, 14B, 8k to 32k"
+    yield Line(name, 1.9, sum(at[1]) / own, control=control)
 
 
 def streamed(results: Results) -> Iterator[Line]:
@@ -289,36 +259,20 @@ def april(results: Results, known: Calibration) -> Iterator[Line]:
         ours = np.array(result.readings["DAPO's row of Table 1"][i])
         yield Line(f"APRIL Table 1, DAPO, {model} (closed form)", 1 + theirs, ours)
     stale = np.array(result.readings["stale, as the authors count"][0])
-    yield Line(
-        "APRIL §3.2.3, stale share (closed form)", REPORTED["APRIL §3.2.3, stale share"]["Qwen3-4B"], stale, False
-    )
+    paper = REPORTED["APRIL §3.2.3, stale share"]["Qwen3-4B"]
+    yield Line("APRIL §3.2.3, stale share (closed form)", paper, stale, False)
 
 
 def pat(results: Results, known: Calibration) -> Iterator[Line]:
     own, base = "{1, 2, 4, 8} from 2", "static 2"
     static = ["static 1", base, "static 4", "static 8"]
-    a40, h100 = (
-        REPORTED[f"PAT {place}"]
-        for place in ("§5.2, A40, largest speed-up", "§5.2-5.3, H100, speed-up of an iteration")
-    )
-    theirs = dict(
-        zip(
-            ("Fig. 10a, 16384", "Fig. 10b, 16384", "Fig. 10c, 16384", "Fig. 11a, 24576", "Fig. 11b, 16384"),
-            [*a40.values(), *h100.values()],
-            strict=True,
-        )
-    )
-    for column, paper in theirs.items():
-        control = results.fastest("pat", column, static) / results["pat"].found(own, column)("step_s")
-        yield Line(
-            f"PAT {column} tokens, over static tp 2", paper, results.gain("pat", column, base, own), True, control
-        )
-    for column, paper in zip(
-        ("Fig. 11a, 24576", "Fig. 11b, 16384"),
-        REPORTED["PAT §5.3, H100, generation with PAT in s"].values(),
-        strict=True,
-    ):
-        yield Line(f"PAT §5.3, s of generation, {column}", paper, results["pat"].found(own, column)("gen_s"), False)
+    runs = results["pat"]
+    for column, paper in REPORTED["PAT Fig. 10 and 11, largest speed-up of an iteration"].items():
+        control = results.fastest("pat", column, static) / runs.found(own, column)("step_s")
+        ours = results.gain("pat", column, base, own)
+        yield Line(f"PAT {column} tokens, over static tp 2", paper, ours, control=control)
+    for column, paper in REPORTED["PAT §5.3, H100, generation with PAT in s"].items():
+        yield Line(f"PAT §5.3, s of generation, {column}", paper, runs.found(own, column)("gen_s"), False)
     # §5.4: 9 samples of 12k tokens, on two of the four dp groups at most three each
     cost = CostModel(named_shape("Llama-3.1-8B"), HARDWARE["A40"], efficiency_of(known["pat_a40"]))
     switch = cost.switch_cost(2, 8)
@@ -340,9 +294,8 @@ def rhymerl(results: Results, known: Calibration) -> Iterator[Line]:
             control = results.gain("rhymerl", column, "plain", row) * slower
             ours = results.gain("rhymerl", column, before, row)
             yield Line(f"RhymeRL Fig. 14, {row} over the row before, {column}", theirs[row], ours, True, control)
-        found = results["rhymerl"].found("+ two tiers", column)
-        ours = found("moved")
-        yield Line(f"RhymeRL Fig. 18, share that moves, {column}", moved[found.case.tasks[0]], ours, False)
+        ours = results["rhymerl"].found("+ two tiers", column)("moved")
+        yield Line(f"RhymeRL Fig. 18, share that moves, {column}", moved[case.tasks[0]], ours, False)
     columns = ("Math-14B", "Code-14B")
     for name, tokens in (("rhymerl-8k", "8k"), ("rhymerl", "16k")):
         ours = np.mean([results.gain(name, column, "plain", "+ speculation") for column in columns], 0)
@@ -368,33 +321,6 @@ def page(folder: Path, known: Calibration) -> str:
         "PAT": [*pat(results, known), *not_run("PAT")],
         "RhymeRL": [*rhymerl(results, known), *not_run("RhymeRL")],
     }
-    every = [each for lines in papers.values() for each in lines]
-    counts = ", ".join(f"{name} {sum(e.met for e in lines)} of {len(lines)}" for name, lines in papers.items())
-    met = sum(each.met for each in every)
-    text = [
-        HEADER,
-        f"**Met: {met} of {len(every)} rows ({met / len(every):.0%})**: {counts}.",
-        "",
-        head("experiment", "paper", "ours", "error", "within 25 %", "over the best static setting"),
-        *(each.cells for each in every),
-        "",
-        "## Parts of RollPacker's rounds",
-        "",
-        "The whole system beside Fig. 11c, in seconds; **bold**: off by more than 30 %. Fitted and not predicted:",
-        "weights and waking, the training of short rounds, and the 32B's short rollout.",
-        "",
-        head("model", "round", *PARTS.values(), "step"),
-    ]
-    large = [each for model in MODELS for each in deciding(results, model)]
-    within = sum(not off(*each) for each in large)
-    text.insert(-2, f"Of the others that are above a twentieth of a step, {within} of {len(large)} are within.")
-    for model in MODELS:
-        for kind, found in published_parts(results, model).items():
-            sums = tuple(sum(each[i] for each in found.values()) for i in (0, 1))
-            text.append(line(model, kind, *(_part(*each) for each in [*found.values(), sums])))
-    return "\n".join([*text, ""])
-
-
-def _part(ours: float, theirs: float) -> str:
-    cell = f"{ours:.0f} ({theirs:.0f})"
-    return f"**{cell}**" if off(ours, theirs) else cell
+    parts_of = {model: published_parts(results, model) for model in MODELS}
+    large = [not off(*each) for model in MODELS for each in deciding(results, model)]
+    return render("headline.md", papers=papers, parts=parts_of, names=list(PARTS.values()), large=large, off=off)

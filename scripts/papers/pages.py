@@ -228,6 +228,15 @@ _KNOWN = {
 
 def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
     """The whole page."""
+    result = Result(header, runs)
+    own = {"result": result, "rows": result.rows, "columns": result.columns, "readings": result.readings}
+    seeds = ", ".join(map(str, sorted({each.case.seed for each in runs})))
+    about = {"header": header, "seeds": seeds, "decode_steps": runs[0].case.decode_steps}
+    return render("page.md", **own, **about)
+
+
+def render(template: str, **given: Any) -> str:
+    """A template of `pages/`, filled in."""
     templates = Environment(
         loader=FileSystemLoader(HERE / "pages"),
         undefined=StrictUndefined,
@@ -242,8 +251,4 @@ def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
         "seconds_of": lambda name, row: float(np.mean(row(name)("gen_s"))),
         "preempted": lambda name, row: row(name).preemptions,
     }
-    result = Result(header, runs)
-    own = {"result": result, "rows": result.rows, "columns": result.columns, "readings": result.readings}
-    seeds = ", ".join(map(str, sorted({each.case.seed for each in runs})))
-    about = {"header": header, "seeds": seeds, "decode_steps": runs[0].case.decode_steps}
-    return templates.get_template("page.md").render(**_KNOWN, **own, **about)
+    return templates.get_template(template).render(**_KNOWN, **given)

@@ -440,9 +440,9 @@ _PREDICTIONS: dict[str, tuple[Predict, ...]] = {
     "rollpacker_7b": (partial(_mixed, "7b"), _long_round_7b),
     "rollpacker_7b_trainer": (_own_trainer,),
     "rollpacker_32b": (partial(_mixed, "32b"),),
+    "rollpacker_7b_system": (partial(_system, "7b"),),
+    "rollpacker_system": (partial(_system, "14b"),),
     "rollpacker_32b_system": (partial(_system, "32b"),),
-    "rollpacker_system": (partial(_system, "14b"), partial(_system, "14b")),
-    "rollpacker_7b_system": (partial(_system, "7b"), partial(_system, "7b")),
 }
 
 
