@@ -153,13 +153,13 @@ def rollpacker(results: Results) -> Iterator[Line]:
             theirs = step / REPORTED[f"RollPacker Fig. 10, s of a {kind} round"][model]
             ours = results.gain("rollpacker", model, "plain", "+ stream trainer", long=long)
             cancels = parts_are_off(results, model, [kind])
-            yield Line(f"RollPacker Fig. 10, {kind} rounds over veRL, {model}", theirs, ours, cancels=cancels)
-    rollout = FACTS["rollpacker.32b.rollout_s"].low
+            name = f"RollPacker Fig. 10, {kind} rounds over veRL, {model}"
+            yield Line(name, theirs, ours, cancels=cancels, fitted=not long)
+    rollout, found = FACTS["rollpacker.32b.rollout_s"].low, main.found("+ stream trainer", "32B/32k")
     for kind, theirs in REPORTED["RollPacker Fig. 11b, s of a rollout"].items():
-        found = main.found("+ stream trainer", "32B/32k")
-        ours = main.found("plain", "32B/32k").rollout_s / found.rollout_of(kind == "long")
-        name = f"RollPacker Fig. 11b, rollout of {kind} rounds, share of veRL's"
-        yield Line(name, theirs / rollout, 1 / ours, False, fitted=kind == "short")
+        ours = found.rollout_of(kind == "long") / main.found("plain", "32B/32k").rollout_s
+        share = theirs / rollout, ours
+        yield Line(f"RollPacker Fig. 11b, {kind} rollouts, share of veRL's", *share, False, fitted=kind == "short")
     for model in MODELS:
         theirs = REPORTED["RollPacker §6.5, asynchronous reward computation"][model]
         ours = results.gain("rollpacker", model, "+ tail batching", "+ rewards beside the rollout")
