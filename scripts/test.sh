@@ -8,7 +8,8 @@
 #              some tests wait, and four at the most (each may take 3 GB); 0: pytest's own alone, for -s and --pdb
 #              JAXRL_TEST_JETSTREAM  1: after all others, tests of `jaxrl serve --jetstream` as well, in an environment
 #              with google-jetstream (2 GB more)
-#              JAXRL_TEST_SLOW_S  seconds: after all others, tests marked slow for as long, the oldest results first
+#              JAXRL_TEST_UNTIL_S  seconds after the start: until then, but for 12 minutes at most, tests marked slow come
+#              after all others, the oldest results first
 set -euo pipefail
 
 # shellcheck source=scripts/_venv.sh
@@ -50,8 +51,9 @@ if [ "${JAXRL_TEST_JETSTREAM:-}" = 1 ] && prepare_jetstream; then
         tests/commands/test_serve_jetstream.py
 fi
 
-if [ -n "${JAXRL_TEST_SLOW_S:-}" ]; then
+if [ -n "${JAXRL_TEST_UNTIL_S:-}" ]; then
+    left=$((JAXRL_TEST_UNTIL_S - SECONDS))
     # one file after the other, not each process a half: those with the oldest results come first
-    stage 'pytest (slow)' "$venv_python" -m pytest --slow -m slow --within "$JAXRL_TEST_SLOW_S" \
+    stage 'pytest (slow)' "$venv_python" -m pytest --slow -m slow --within="$((left < 720 ? left : 720))" \
         --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
 fi

@@ -45,6 +45,7 @@ def test_a_row_is_met_within_the_bar_and_not_by_errors_that_cancel():
     assert gain.met
     assert not replace(gain, cancels=True).met
     assert "sum only" in replace(gain, cancels=True).cells
+    assert not replace(gain, fitted=True).met
     assert not replace(gain, gain=False, ours=np.array([1.8])).met  # of the number itself: 29 %
     assert not replace(gain, ours=None).met
     assert "not run" in replace(gain, ours=None).cells
