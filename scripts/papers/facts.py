@@ -1,4 +1,4 @@
-"""What the papers published about their baselines (`facts.yaml`), as `FACTS` and `SETUPS` by name."""
+"""What a calibration may be fitted to (`facts.yaml`), as `FACTS` and `SETUPS` by name."""
 
 from __future__ import annotations
 
