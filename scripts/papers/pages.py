@@ -25,7 +25,7 @@ from papers.what_if import APRIL_VARIANTS, AS_CALIBRATED, STALE, WARM_UP
 
 BAR = 0.25
 FIRST = 10  # steps that a table shows one by one
-REPORTED: dict[str, dict[str, float]] = yaml.safe_load((HERE / "reported.yaml").read_text(encoding="utf-8"))
+REPORTED: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "reported.yaml").read_text(encoding="utf-8"))
 
 
 # ---------------------------------------------------------------- runs

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jaxrl.config import Config
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
@@ -144,7 +144,7 @@ def _built(
 
 def _charge_aborts(simulation: Simulation, seconds: float) -> None:
     """Each response that is aborted stops the engines, and holds the controller up."""
-    workers, executors, clock = simulation.run.workers, simulation.run.executors, simulation.clock
+    workers, clock, executors = simulation.run.workers, simulation.clock, cast(Any, simulation.run.executors)
     abort = workers.abort
 
     def charged(request_ids: Iterable[int]) -> list[Sample]:
