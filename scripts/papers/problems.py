@@ -422,7 +422,7 @@ def _system(size: str, values: Values) -> dict[str, float]:
         kept = [group[: setup.group_size] for group in ended[: setup.num_prompts]]
         train.append(train_s(cost, setup.num_devices, kept, _OWN_FORWARDS))
     start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
-    seconds = {"start": start, "train": mean(train), "rollout": mean(rollout)}
+    seconds = {"start": start, "train": mean(train), "gen": mean(rollout)}
     return {f"{name}.short_{part}_s": value for part, value in seconds.items()}
 
 
